@@ -43,6 +43,7 @@ from plait.graph.noop import drop_noops
 from plait.graph.norm_results import remake_norm_results
 from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
+from plait.graph.row_biases import join_biases
 from plait.graph.rows import join_rows
 from plait.graph.softmax import split_log_softmax
 from plait.graph.spectra import drop_vectors
@@ -86,6 +87,7 @@ from plait.schedule.plan import (
     launching_devices,
     user_launch,
 )
+from plait.schedule.row_forms import settle_rows
 from plait.schedule.share_lengths import share_lengths
 from plait.schedule.split import split_reductions
 from plait.schedule.split_readers import split_readers
@@ -128,6 +130,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("write out bags", write_out_bags),
     *CONVOLUTIONS,  # before copies that change nothing go
     ("convolve images apart", convolve_images_apart),
+    ("join biases", join_biases),  # before CSE, which may give a product more readers
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     ("drop vectors", drop_vectors),
     # After it: what nobody reads need not be made. Before those that clean what it makes.
@@ -157,7 +160,7 @@ CHANGES_BITS = frozenset[GraphPass](
 `lower/exact.py` does not let be."""
 
 
-BY_ROWS = frozenset[GraphPass]((convolve_images_apart,))
+BY_ROWS = frozenset[GraphPass]((convolve_images_apart, join_biases))
 """Passes that keep a row's bits whatever is beside it."""
 BY_SIZE = frozenset[GraphPass](
     (find_products, add_few_rows, join_epilogues, *{run for _, run in CONVOLUTIONS} - OF_ROWS)
@@ -342,6 +345,8 @@ def _schedule(program: LoopProgram, cfg: Config, log: Log, names: Names, limits:
 
     loops = log("drop dead loops", drop_dead_loops, program, bodies)
     loops = log("normal form", normalise, loops, bodies)
+    if cfg.batch_invariant:
+        loops = log("settle rows", settle_rows, loops, bodies)
     # Before inlining, which would put what a product can take over into loops that it cannot.
     loops = may("join rows", join_readers, loops, bodies, in_rows=True)
     loops = may("inline", inline_loops, loops, cfg, bodies, limits)
@@ -349,7 +354,7 @@ def _schedule(program: LoopProgram, cfg: Config, log: Log, names: Names, limits:
     # After both: what reads a concatenation has become one loop.
     loops = may("split readers", split_readers, loops, bodies)
     # Before splitting, which asks what is contiguous.
-    loops = log("settle layouts", settle_layouts, loops, bodies)
+    loops = log("settle layouts", settle_layouts, loops, bodies, cfg.batch_invariant)
     # After it: a kernel of a product stores to strides.
     loops = may("join readers", join_readers, loops, bodies, in_rows=False)
     loops = may("join operands", join_operands, loops, bodies)

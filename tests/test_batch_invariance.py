@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import plait
 from plait.errors import UserError
 from tests import models
+from tests.fuzz import rows
 from tests.test_numerics import llama
 
 OPTIONS = {"batch_invariant": True, "strict": True}
@@ -173,6 +174,44 @@ def test_keys_that_do_not_count_change_nothing(mask: str, more: int) -> None:
 def test_images(layer: nn.Module, shape: tuple[int, ...]) -> None:
     wrong = differing(layer, [torch.randn(ALL, *shape)])
     assert not [w for w in wrong if w[0] != "varies"]  # explain tells that this is not promised
+
+
+class Tokens(nn.Module):
+    """Of an image, channels first, with weights of the shape of a row: in a batch of one they look
+    like another input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(64, 96))
+        self.layer, self.norm = nn.Linear(96, 96), nn.LayerNorm(96)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.flatten(2).transpose(1, 2)
+        y = y + self.layer(y) + self.place
+        return self.norm(y), y.mT.softmax(-1).mean(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_in_two_orders_of_memory(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    assert not differing(Tokens().to(dtype), [torch.randn(ALL, 96, 8, 8).to(dtype)])
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.RNN])
+def test_recurrent_layers(layer: type[nn.RNNBase]) -> None:
+    """PyTorch writes a layer of `batch_first` out by whether a batch, turned, is contiguous: of one
+    row it is. oneDNN's LSTM goes by the batch."""
+    torch.manual_seed(0)
+    net = layer(24, 40, batch_first=True).to(torch.bfloat16).eval()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert not differing(lambda x: net(x)[0], [torch.randn(ALL, 3, 24).to(torch.bfloat16)])
+
+
+@pytest.mark.parametrize("seed", [48, 70, 201, 202])
+def test_random_programs(seed: int) -> None:
+    """The first two were faults: a product that was added unrounded where it was computed, and
+    rounded where it was read; a sum whose order followed what it was fused with."""
+    assert rows.check(rows.Maker(seed).generate()) == ""
 
 
 ROWS = ("gpt2", "vit")

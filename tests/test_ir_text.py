@@ -65,7 +65,7 @@ def exp_of_row(index: object) -> Pointwise:
 
 def test_a_program() -> None:
     ops = Recorder()
-    total = Reduction(("z",), I[:1], R, "sum", ops.load("y", (I[0], R[0]), f32))
+    total = Reduction(("z",), I[:1], R, "sum", ops.load("y", (I[0], R[0]), f32), down=False)
     z = Buffer("z", f32, (s0,), (1,))
     program = LoopProgram(
         inputs=(("sym", "s0"), "x", None, "rows"),
@@ -103,7 +103,7 @@ def pointwise(i0: s0, i1: 8) -> y:
 
 def reduce(i0: s0, *, r0: 8) -> z:
     t0: f32 = y[i0, r0]
-    return sum(t0)
+    return sum(t0, down=False)
 
 require((s0 < 100), 'many')
 
@@ -118,7 +118,7 @@ return (z[s0] @ (1,), 2*s0, None)
 def test_other_ops() -> None:
     ops = Recorder()
     load = ops.load("x", I, f32)
-    scan = Scan(("v", None), I, 1, "max", load)
+    scan = Scan(("v", None), I, 1, "max", load, down=True)
     key = symbol("$0", extent=s0)
     scatter = Scatter(
         "y",
@@ -147,7 +147,7 @@ def test_other_ops() -> None:
     assert lines == [
         "def scan(i0: s0, i1: 8) -> (v, None):",
         "    t0: f32 = x[i0, i1]",
-        "    return max(t0, along=i1)",
+        "    return max(t0, along=i1, down=True)",
         "def scatter(i0: s0, i1: 8) -> y[k0, i1]:",
         "    t0: f32 = x[i0, i1]",
         "    t1: i64 = rows[i0]",

@@ -205,7 +205,7 @@ def test_the_compiler_is_small() -> None:
     # numbers, 300 where time goes, 400 what a machine lacks, 360 eager's bits, 800
     # rows that keep their bits, 120 sizes that a trace leaves out, 100 choices that go by sizes,
     # 120 objects among arguments and results, 40 shapes that torch does not know.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_130
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_320
 
 
 def imports(path: Path, package: str) -> set[str]:

@@ -29,7 +29,7 @@ from plait.capture.aliases import (
 from plait.capture.checkpoints import is_run_by_eager
 from plait.capture.direct import DirectGraph
 from plait.capture.dynamo import note_break, watch_limits
-from plait.capture.early_kernels import eager_kernels, early_changes
+from plait.capture.early_kernels import early_kernels_of
 from plait.capture.found_numbers import index_by_found, mended_tracing
 from plait.capture.fused_steps import write_out_fused
 from plait.capture.masks import simplify_masks
@@ -168,7 +168,7 @@ class _OneGraph:
                 self.arguments = argument_names(gm.graph)
         compat.tracing.see_other_types(view_like)
         noted = compat.precision.noting_flags(self.flags)
-        early = eager_kernels if self.cfg.keeps_bits else early_changes
+        early = early_kernels_of(self.cfg)
         with early, mended_tracing, index_by_found(gm), noted:
             wrapped = compat.tracing.aot_compile(
                 gm,

@@ -18,6 +18,7 @@ from plait import compat
 from plait.capture import recurrent
 from plait.capture.resampling import AUTOGRAD, COMPOSITE, whole
 from plait.compat.shared import Shared
+from plait.config import Config
 
 Kernels = Mapping[Any, Callable[..., Any]]  # by dispatch key
 _EARLY = frozenset((AUTOGRAD, COMPOSITE))
@@ -70,10 +71,10 @@ def _positions(x: torch.Tensor) -> list[torch.Tensor]:
     return [found.select(1, d) for d in range(found.shape[1])]
 
 
-def _changed(op: OpOverload, kernels: Kernels) -> Kernels:
+def _changed(op: OpOverload, kernels: Kernels, by_rows: bool = False) -> Kernels:
     if op in _POSITIONS:
         return {COMPOSITE: _positions}
-    kernels = recurrent.kernels_of(op, whole(op, kernels))
+    kernels = recurrent.kernels_of(op, whole(op, kernels), by_rows)
     around = compat.decompositions.CHECKS.get(op)
     if around is None:
         return kernels
@@ -97,8 +98,17 @@ def _as_eager(op: OpOverload, kernels: Kernels) -> Kernels:
     return _changed(op, kernels)
 
 
-eager_kernels = early_kernels(_as_eager)
-"""Inside, the same holds, and operators that have kernels in eager stay whole."""
 early_changes = early_kernels(_changed)
 """Inside, operands are looked at; interpolation and recurrent layers are kept whole where that is
 better."""
+_eager_kernels = early_kernels(_as_eager)  # the same, and what has kernels in eager stays whole
+_row_kernels = early_kernels(
+    partial(_changed, by_rows=True)
+)  # the same, but for layers that oneDNN computes by the batch
+
+
+def early_kernels_of(cfg: Config) -> Shared:
+    """The context in which a configuration's graphs are traced."""
+    if cfg.keeps_bits:
+        return _eager_kernels
+    return _row_kernels if cfg.batch_invariant else early_changes

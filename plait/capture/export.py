@@ -86,7 +86,7 @@ def compile(
         roots = reachable(source[0] if isinstance(fn, ExportedProgram) else fn)
         if freeze:
             expect_kernels(source[0], cfg)
-        traced = trace(*source, "plait.compile", whole=cfg.keeps_bits)
+        traced = trace(*source, "plait.compile", cfg)
         call, record = (_frozen if freeze else _bound)(traced, roots, cfg)
     call.__wrapped__, call.__doc__, call.__reduce_ex__, call.record = fn, _DOC, _refuse_copy, record
     return call  # type: ignore[no-any-return]

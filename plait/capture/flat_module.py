@@ -21,7 +21,6 @@ from torch.fx import GraphModule
 
 from plait import compat
 from plait.capture.aliases import views_of_inputs
-from plait.capture.early_kernels import early_changes
 from plait.capture.found_numbers import mended_tracing, numbers_kept
 from plait.capture.layouts import LayoutNotes
 from plait.capture.least_sizes import quiet
@@ -33,6 +32,7 @@ from plait.capture.wrapped_state import unwrapped, wrapped
 from plait.capture.writes import CheckWrites
 from plait.compat.export import ExportEnv, export_graph
 from plait.compat.questions import Question, exporting
+from plait.compat.shared import Shared
 from plait.errors import Unsupported
 from plait.graph.captured import InputView
 from plait.runtime.objects import closed, opened
@@ -106,8 +106,9 @@ class FlatModule:
         env: ExportEnv,
         given: tuple[list[Any], pytree.TreeSpec],
         state: Mapping[str, torch.Tensor],
+        early: Shared,
     ) -> None:
-        self.module, self.who, self.env = module, who, env
+        self.module, self.who, self.env, self.early = module, who, env, early
         self.leaves, self.spec = given
         self.state, self.plain = state, unwrapped(state)
         self.is_value = [isinstance(x, (torch.Tensor, torch.SymInt)) for x in env.leaves]
@@ -166,7 +167,7 @@ class FlatModule:
         """The graph of a run, the positions of the inputs that it writes, and its tokens. turned,
         at: as `export_graph` has them."""
         module = FunctionModule(self.run)
-        with early_changes, numbers_kept, mended_tracing, packed_sequences:
+        with self.early, numbers_kept, mended_tracing, packed_sequences:
             made = export_graph(self.env, module, self.inputs, self.who, turned, at)
             if self.known.moved:
                 # Of their new values: how results lie is right where nothing is made functional.

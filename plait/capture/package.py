@@ -93,7 +93,7 @@ def package(
         require_other_bits(cfg, "plait.package with fold=True")
     target = _device(device)
     with _writer(path, None if fold else state) as out, collector_paused(), on_device(target):
-        traced = trace(*source, "plait.package", target, cfg.keeps_bits)
+        traced = trace(*source, "plait.package", cfg, target)
         _require_conditions(traced)
         folded: Sequence[str] = ()
         ready: Future[None] | None = None

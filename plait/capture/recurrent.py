@@ -7,7 +7,8 @@ no gradient is taken, a layer stays whole (`runtime/layers.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,29 +27,37 @@ Kernels = Mapping[Any, Callable[..., Any]]  # by dispatch key
 _aten = torch.ops.aten
 
 
-def kernels_of(op: OpOverload, kernels: Kernels) -> Kernels:
-    """The Python kernels that an operator shall have while it is traced, of those that it has."""
+def kernels_of(op: OpOverload, kernels: Kernels, by_rows: bool = False) -> Kernels:
+    """The Python kernels that an operator shall have while it is traced, of those that it has.
+    by_rows: a row of a layer's results does not depend on how many there are."""
     if op not in LAYERS:
         return kernels
-    return {key: partial(_layer, op, by_steps) for key, by_steps in kernels.items()}
+    return {key: partial(_layer, op, by_steps, by_rows) for key, by_steps in kernels.items()}
 
 
-def _layer(op: OpOverload, by_steps: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _layer(
+    op: OpOverload, by_steps: Callable[..., Any], by_rows: bool, *args: Any, **kwargs: Any
+) -> Any:
     """A layer whole where its steps are not known, else by torch's decomposition by_steps."""
     named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    # oneDNN's LSTM saves nothing for a gradient here, which torch asks of the input alone, and
+    # divides by how many rows there are.
     empty = not is_packed(op) and 0 in _known(named["input"].shape)
-    if empty or _trains(named):
-        # oneDNN's LSTM saves nothing for a gradient here, which torch asks of the input alone, and
-        # divides by how many rows there are.
-        enabled = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)
-        try:
-            return by_steps(*args, **kwargs)
-        finally:
-            torch._C._set_mkldnn_enabled(enabled)
-    drops = named["train"] and named["dropout"] > 0
-    run = WHOLE[op] if _stays_whole(op, named) and not drops else by_steps
-    return run(*args, **kwargs)
+    apart = empty or _trains(named)
+    with _without_onednn() if apart or by_rows else nullcontext():
+        drops = named["train"] and named["dropout"] > 0
+        whole = not apart and not drops and _stays_whole(op, named)
+        return (WHOLE[op] if whole else by_steps)(*args, **kwargs)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _stays_whole(op: OpOverload, named: Mapping[str, Any]) -> bool:

@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch.fx import GraphModule
 
 from plait.capture.dict_order import has_orders, in_another_order, loose_keywords
+from plait.capture.early_kernels import early_kernels_of
 from plait.capture.flat_module import REGISTER, Exported, FlatModule, is_python, name_of, type_name
 from plait.capture.least_sizes import with_least_sizes
 from plait.capture.plain_tensors import special_kind
@@ -27,6 +28,7 @@ from plait.capture.sizes_left_out import same_at, same_layout, same_views
 from plait.capture.trace_errors import tell
 from plait.compat.export import ExportEnv
 from plait.compat.size_facts import SizeFacts, allow, left_out, size_facts, together, told_from_one
+from plait.config import Config
 from plait.errors import Unsupported, UserError, warn_once
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, drop_tokens, output_of
@@ -63,12 +65,11 @@ def trace(
     kwargs: Mapping[str, Any],
     dynamic_shapes: Any,
     who: str,
+    cfg: Config,
     device: torch.device | None = None,
-    whole: bool = False,
 ) -> Traced:
     """Traces module(*args, **kwargs) without autograd, on device if there is one, which the machine
-    may lack. who: the function that wants it. whole: operators that have kernels in eager are not
-    decomposed.
+    may lack. who: the function that wants it.
 
     Raises UserError for a dynamic_shapes that contradicts the program, Unsupported for what cannot
     be traced, and what the module raises, with a note of the user's line.
@@ -80,9 +81,9 @@ def trace(
     names = _leaf_names(module, args, kwargs)
     for name, x in zip(names, leaves, strict=True):
         _check_argument(name, x, who)
-    env = ExportEnv(module, args, dict(kwargs), dynamic_shapes, device, whole)
+    env = ExportEnv(module, args, dict(kwargs), dynamic_shapes, device, cfg.keeps_bits)
     state = state_of(module)
-    flat = FlatModule(module, who, env, (leaves, in_spec), state)
+    flat = FlatModule(module, who, env, (leaves, in_spec), state, early_kernels_of(cfg))
     try:
         exported = flat.export()
     except Exception as error:

@@ -46,6 +46,7 @@ def follow(
     vars_ = [_only_var(e) for e in index]
     if any(v is None and e != 0 for v, e in zip(vars_, index, strict=True)):
         return out
+    vars_ = [None if v is not None and v.extent == 1 else v for v in vars_]
     best: tuple[int, list[int]] | None = None
     for b, at in sources:
         strides = _strides_of(vars_, flat_index(b, at), hint)

@@ -342,7 +342,7 @@ class Reduction:
 
     One out except for welford (mean, m2, count; a name may be None if nobody reads it). Reduced
     axes are NOT kept in outs; a keepdim result is a view. body's dtype is the accumulation dtype;
-    outs have that dtype (i64 for arg reductions, b1 for any/all)."""
+    outs have that dtype (i64 for arg reductions, b1 for any/all). down: see `settle_rows`."""
 
     outs: tuple[str | None, ...]
     vars: tuple[Expr, ...]
@@ -350,6 +350,7 @@ class Reduction:
     kind: str
     body: Node
     origin: tuple[str, ...] = ()
+    down: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +378,7 @@ class Scatter:
 class Scan:
     """out[vars with axis] = inclusive running combination of body along vars[axis]. kind: a row of
     REDUCTIONS that scans. outs: (values,) or, for max and min, (values, positions i64 as PyTorch's
-    cummax: the last of equal ones)."""
+    cummax: the last of equal ones). down: see `settle_rows`."""
 
     outs: tuple[str | None, ...]
     vars: tuple[Expr, ...]
@@ -385,6 +386,7 @@ class Scan:
     kind: str
     body: Node
     origin: tuple[str, ...] = ()
+    down: bool | None = None
 
 
 Loop = Pointwise | Reduction | Scatter | Scan

@@ -52,6 +52,7 @@ from plait.ir.expr.text import (
     name_text,
     positional,
     read_literal,
+    said,
     subprogram_lines,
     text_of,
     tuple_text,
@@ -211,10 +212,11 @@ def _loop_lines(op: Pointwise | Reduction | Scan | Scatter, scope: Scope) -> lis
             out = name_text(op.out)
             out += "" if op.index is None else f"[{body.inner.index(op.index)}]"
         case Reduction():
-            what, ends, out = "reduce", f"{py_word(op.kind)}({value})", _names(op.outs)
+            ends = f"{py_word(op.kind)}({value}{_down(op)})"
+            what, out = "reduce", _names(op.outs)
         case Scan():
             along = atom_of(op.vars[op.axis])
-            ends = f"{py_word(op.kind)}({value}, along={body.inner.names[along]})"
+            ends = f"{py_word(op.kind)}({value}, along={body.inner.names[along]}{_down(op)})"
             what, out = "scan", _names(op.outs)
         case Scatter():
             given = body.given(op.index, op.index_args, op.mask)
@@ -224,6 +226,10 @@ def _loop_lines(op: Pointwise | Reduction | Scan | Scatter, scope: Scope) -> lis
             assert_never(op)
     head = f"def {what}({params_text(op.vars, rvars, body)}) -> {out}:"
     return [head, *(f"    {s}" for s in (*origin_lines(op.origin), *body.lines, f"return {ends}"))]
+
+
+def _down(op: Reduction | Scan) -> str:
+    return "" if op.down is None else f", down={op.down}"
 
 
 def _names(names: Sequence[str | None]) -> str:
@@ -540,17 +546,19 @@ def _pointwise(out: ast.expr, end: ast.expr, body: BodyReader, origin: tuple[str
 def _reduce(out: ast.expr, end: ast.expr, body: BodyReader, origin: tuple[str, ...]) -> Op:
     kind, call = ends_with(end)
     value = body.value(positional(call, 0))
-    return Reduction(_name_list(out), body.vars, body.rvars, kind, value, origin)
+    down = said(call, "down")
+    return Reduction(_name_list(out), body.vars, body.rvars, kind, value, origin, down)
 
 
 def _scan(out: ast.expr, end: ast.expr, body: BodyReader, origin: tuple[str, ...]) -> Op:
     kind, call = ends_with(end)
-    along = keywords(call, ("along",)).get("along")
+    along = keywords(call, ("along", "down")).get("along")
     found = None if along is None else body.symbols.size(along)
     if found not in body.vars:
         raise wrong(call, "along= a loop variable")
     axis = body.vars.index(found)
-    return Scan(_name_list(out), body.vars, axis, kind, body.value(positional(call, 0)), origin)
+    value, down = body.value(positional(call, 0)), said(call, "down")
+    return Scan(_name_list(out), body.vars, axis, kind, value, origin, down)
 
 
 def _scatter(out: ast.expr, end: ast.expr, body: BodyReader, origin: tuple[str, ...]) -> Op:

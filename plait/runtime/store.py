@@ -84,7 +84,8 @@ CUBINS = Kind("cubins", "cubins", ".cubin", "single GPU kernels")
 TUNED = Kind("tuned", "tuned", ".json", "which version of a GPU kernel is fastest")
 STARTS = Kind("starts", "warm", ".frame", "what came of compiled functions, for warm starts")
 BACKWARDS = Kind("backwards", "warm", ".backward", "backward programs of warm starts")
-KINDS = (LIBRARIES, OBJECTS, PACKS, CUBINS, TUNED, STARTS, BACKWARDS)
+DIGESTS = Kind("digests", "warm", ".digest", "what plait's own files come to")
+KINDS = (LIBRARIES, OBJECTS, PACKS, CUBINS, TUNED, STARTS, BACKWARDS, DIGESTS)
 
 
 @dataclass(frozen=True, slots=True)

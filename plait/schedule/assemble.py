@@ -15,7 +15,7 @@ from plait.ir.loops import LoopProgram, Mutate, Node, Scan, Scatter, index_exprs
 from plait.schedule.axes import Axes, AxisUse, choose_axes
 from plait.schedule.batch import batch
 from plait.schedule.deps import load_of, memory_roots, read_for_symbols, roots
-from plait.schedule.group import Group, Member, is_ordered, moved, statements
+from plait.schedule.group import Group, Member, is_ordered, is_settled, moved, statements
 from plait.schedule.grouping import Grouping, HorizontalGroup, ScheduleNode
 from plait.schedule.kernels import Names, content_text, make_kernel, origin_words
 from plait.schedule.plan import Kernel, MemoryPlan, Plan, Reduce, Step, Stmt, Store, stmt_roots
@@ -96,7 +96,8 @@ class _KernelMaker:
     def kernel(self, names: Names) -> Kernel:
         """The kernel, on the best axes."""
         g = self.group
-        asked = g.vars, g.rvars, tuple(self._accesses()), any(map(is_ordered, g.members))
+        fixed = any(map(is_ordered, g.members)), any(is_settled(m.loop) for m in g.members)
+        asked = g.vars, g.rvars, tuple(self._accesses()), fixed
         axes = self.chosen.get(asked)
         if axes is None:
             axes = self.chosen[asked] = choose_axes(*asked, self.hints)

@@ -131,16 +131,18 @@ def choose_axes(
     vars_: Sequence[Expr],
     rvars: Sequence[Expr],
     accesses: Sequence[AxisUse],
-    ordered: bool,
+    fixed: tuple[bool, bool],
     hints: Hints,
 ) -> Axes:
-    """The axes of a kernel. ordered: reduced axes must keep their order."""
+    """The axes of a kernel. fixed: reduced axes must keep their order, and stay apart."""
     table = _Table((*vars_, *rvars), accesses, hints)
     env: Env = {}
     groups: list[list[Expr]] = []
-    for prefix, level, fixed in (("i", vars_, False), ("r", rvars, ordered)):
-        axes = list(level) if fixed else _sorted(table, level)
-        _collapse(table, axes, env)
+    ordered, apart = fixed
+    for prefix, level in (("i", vars_), ("r", rvars)):
+        axes = list(level) if ordered and level is rvars else _sorted(table, level)
+        if not (apart and level is rvars):
+            _collapse(table, axes, env)
         names: Env = {}
         renamed = []
         for k, v in enumerate(axes):

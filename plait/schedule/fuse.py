@@ -23,7 +23,15 @@ from plait.ir.loops import Node, Pointwise, Reduction, Scan, Scatter
 from plait.schedule.align import Alignment, Env, Index, IterationSpace, align
 from plait.schedule.cost import buffer_nbytes, hint_numel
 from plait.schedule.deps import extent, load_of, roots
-from plait.schedule.group import Group, Member, is_ordered, moved, place_in_segment, store_index
+from plait.schedule.group import (
+    Group,
+    Member,
+    is_ordered,
+    is_settled,
+    moved,
+    place_in_segment,
+    store_index,
+)
 from plait.schedule.grouping import Grouping
 from plait.schedule.limits import Limits
 from plait.schedule.plan import Fused, Reason, Refusal
@@ -69,6 +77,7 @@ class _Node:
         self.size = 0
         self.moved_nbytes = 0  # of all buffers that its loops read or write
         self.ordered = False  # the order of the reduced axes matters
+        self.settled = False  # they are not taken apart
         self.running = False  # there is a scan, which wants one reduced axis
         self.across = any(m.parts for m in group.members)  # sums run over outer variables
         for m in group.members:
@@ -80,6 +89,7 @@ class _Node:
                 place = tuple([e if isinstance(e, int) else e.const for e in load.index])
                 self.places.setdefault(load.buf, set()).add(place)
             self.ordered = self.ordered or is_ordered(m)
+            self.settled = self.settled or is_settled(m.loop)
             self.running = self.running or isinstance(m.loop, Scan)
             self.writes.update(_writes(m))
 
@@ -406,6 +416,9 @@ class _Fuser:
             return Reason("a running reduction needs one axis")
         if (host.ordered or guest.ordered) and not _same_order(gs, found):
             return Reason("the order of the reduced axes matters")
+        cut = [*map(extent, found.space.rvars)] != [*map(extent, hs.rvars)]
+        if host.settled and cut and facts_of(self._device(host)).is_host:
+            return Reason("a sum walks the axes that it has")
         new_host = host.members
         if found.host:
             new_host = {m.op: moved(m, found.host, False) for m in host.group.members}
@@ -442,7 +455,7 @@ class _Fuser:
         x.writes.update(y.writes)
         x.size += y.size
         x.weigh(self.nbytes)
-        x.ordered = x.ordered or y.ordered
+        x.ordered, x.settled = x.ordered or y.ordered, x.settled or y.settled
         x.running = x.running or y.running
         x.across = x.across or y.across
         self.leader[gone] = keep
@@ -467,9 +480,12 @@ class _Fuser:
 
 def _reduce_the_same(x: _Node, y: _Node) -> bool:
     """Whether one of two reductions reads nothing that the other one does not: then both want the
-    same axis for their lanes. Whether a kernel has two is a matter of how long they are."""
+    same axes in the same order. Whether a kernel has two is a matter of how long they are."""
     if not (x.group.rvars and y.group.rvars):
         return True
+    loops = [m.loop for m in (*x.group.members, *y.group.members)]
+    if len({loop.down for loop in loops if isinstance(loop, (Reduction, Scan))}) > 1:
+        return False
     a, b = {*x.external()} - y.writes.keys(), {*y.external()} - x.writes.keys()
     return a <= b or b <= a
 

@@ -115,9 +115,14 @@ def moved(m: Member, env: Mapping[Atom, Size], full: bool) -> Member:
 def is_ordered(m: Member) -> bool:
     """Whether a loop depends on the order of its reduced axes."""
     loop = m.loop
-    if m.segment > 0 or isinstance(loop, Scan):
+    if m.segment > 0 or isinstance(loop, Scan) or is_settled(loop):
         return True
     return isinstance(loop, Reduction) and REDUCTIONS[loop.kind].extreme != ""
+
+
+def is_settled(loop: Loop) -> bool:
+    """Whether the reduced axes of a loop stay as they are, see `settle_rows`."""
+    return isinstance(loop, (Reduction, Scan)) and loop.down is not None
 
 
 def stored(loop: Loop) -> list[tuple[str, Index]]:
@@ -242,7 +247,7 @@ def _reduction(m: Member, loop: Reduction, body: _Body) -> list[Stmt]:
     name, index = m.stored[0]
     if m.parts:
         return [Store(name, index, value, True, "sum")]
-    out: list[Stmt] = [Reduce(name, loop.kind, value, segment=m.segment)]
+    out: list[Stmt] = [Reduce(name, loop.kind, value, segment=m.segment, down=loop.down)]
     row = REDUCTIONS[loop.kind]
     dtype = row.gives(value.dtype)
     for buf, part in zip(loop.outs, row.parts, strict=True):
@@ -258,7 +263,7 @@ def _scan(m: Member, loop: Scan, body: _Body) -> list[Stmt]:
     index = m.at(loop.vars)
     name = loop_outs(loop)[0]
     acc = node("acc", (), name, value.dtype)
-    out: list[Stmt] = [Reduce(name, loop.kind, value, running=True)]
+    out: list[Stmt] = [Reduce(name, loop.kind, value, running=True, down=loop.down)]
     results = [acc]
     if len(loop.outs) == 2:
         # The position of the last element that equals the running extreme: the greatest one so far.
@@ -267,7 +272,7 @@ def _scan(m: Member, loop: Scan, body: _Body) -> list[Stmt]:
             beats = node("or", (beats, node("isnan", (value,))))
         here = integer(index[loop.axis])
         position = node("where", (beats, here, const(-1, i64)))
-        out.append(Reduce(name + ".at", "max", position, running=True))
+        out.append(Reduce(name + ".at", "max", position, running=True, down=loop.down))
         results.append(node("acc", (), name + ".at", i64))
     for buf, result in zip(loop.outs, results, strict=True):
         if buf is not None:

@@ -19,8 +19,10 @@ from plait.schedule.group import stored
 from plait.schedule.plan import Plan
 
 
-def settle_layouts(program: LoopProgram, bodies: Bodies) -> LoopProgram:
-    """The program with the layouts of all its buffers chosen, producers before consumers."""
+def settle_layouts(program: LoopProgram, bodies: Bodies, by_row: bool = False) -> LoopProgram:
+    """The program with the layouts of all its buffers chosen, producers before consumers. by_row:
+    they stay as eager has them. Which source is largest depends on how many rows there are, and of
+    one row what all rows share looks like a source, too."""
     buffers = dict(program.buffers)
     for op in program.ops:
         # What an input is overwritten with is computed in its layout, so that it can be there.
@@ -28,6 +30,8 @@ def settle_layouts(program: LoopProgram, bodies: Bodies) -> LoopProgram:
             new, old = buffers[op.source], buffers[op.target]
             if not new.fixed and new.shape == old.shape:
                 buffers[op.source] = replace(new, strides=old.strides, fixed=True)
+    if by_row:
+        return replace(program, buffers=buffers)
     hint = partial(cost.hint, hints=program.hints)
     settled: set[str] = set()  # by the first piece of them
     for loop in program.ops:

@@ -26,13 +26,14 @@ class Reduce:
     it has several results. running=True (kinds that scan; one rvar): acc[name] at full level is the
     combination of values up to and including this point. segment: acc[name] at full level is the
     combination over the segment that this point is in; rvars (row-major) are cut into segments of
-    so many points, a power of two. 0: it is over all."""
+    so many points, a power of two. 0: it is over all. down: see `settle_rows`."""
 
     name: str
     kind: str
     value: Node
     running: bool = False
     segment: int = 0
+    down: bool | None = None
 
     @property
     def inner(self) -> bool:

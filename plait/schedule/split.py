@@ -154,7 +154,7 @@ def _chunks(
 ) -> tuple[Reduction, Cut, bool] | None:
     """A reduction, perhaps over fewer axes, how it is cut, and whether as a sum of columns,
     or None where it stays whole. is_peak: it is the maximum that exponentials are summed below.
-    by_row: as if it had one result."""
+    by_row: as if it had one result, whatever it loads."""
     outer = 1 if by_row else hint_numel(map(extent, op.vars), hints)
     points = outer * hint_numel(map(extent, op.rvars), hints)
     found = bodies.of(roots(op)).loads
@@ -163,8 +163,8 @@ def _chunks(
     kind = facts_of(buffers[loop_outs(op)[0]].device).rates
     loaded = [buffers[load_of(n).buf] for n in found]
     # Of a mean a column, and of a mask, there is little to read.
-    nbytes = max(loaded, key=lambda b: buffer_nbytes(b, hints)).dtype.nbytes
-    along = _along_memory(op, buffers, found)
+    nbytes = 4 if by_row else max(loaded, key=lambda b: buffer_nbytes(b, hints)).dtype.nbytes
+    along = not op.down if by_row else _along_memory(op, buffers, found)
     large = (b for b in loaded if hint_numel(b.shape, hints) == points)
     if not along and any((b.name, outer) in rows for b in large):
         flat, widest = _flattened(op, buffers, found), max(b.dtype.nbytes for b in loaded)
@@ -184,7 +184,8 @@ def _chunks(
     if want < 2:
         return None
     inner = extent(op.rvars[-1])
-    if along and isinstance(inner, int) and inner % aligned:  # parts of rows would begin anywhere
+    uneven = along and isinstance(inner, int) and inner % aligned
+    if uneven and not by_row:  # parts of rows would begin anywhere
         op = _flattened(op, buffers, found)
     near = (1, 4) if along else (kind.fewer_across, kind.more_across)
     parts = _cut(op, want, aligned, along, near, hints)

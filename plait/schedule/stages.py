@@ -60,6 +60,7 @@ class Stages:
         self.shape = (*self.chunks, *outer)
         self.first_vars, self.first_rvars = loop_vars("i", self.shape), loop_vars("r", inner)
         self.vars = loop_vars("i", outer)
+        self._down = None if op.down is None else bool(outer)  # chunks lie further apart
         self.value = self._first_value()
         loads = [load_of(n) for n in walk((self.value,)) if n.op == "load"]
         free = Buffer("", self.value.dtype, self.shape, expr.contiguous_strides(self.shape))
@@ -95,14 +96,17 @@ class Stages:
         return name
 
     def first(self, kind: str, outs: tuple[str | None, ...]) -> Reduction:
-        return Reduction(outs, self.first_vars, self.first_rvars, kind, self.value, self.op.origin)
+        down = self.op.down
+        return Reduction(
+            outs, self.first_vars, self.first_rvars, kind, self.value, self.op.origin, down
+        )
 
     def second(self, kind: str, outs: tuple[str | None, ...], partial: str) -> Reduction:
         """Combines partial results over the chunks."""
         rvars = loop_vars("r", self.chunks)
         dtype = self.buffers[partial].dtype
         value = node("load", (), Load(partial, (*rvars, *self.vars)), dtype)
-        return Reduction(outs, self.vars, rvars, kind, value, self.op.origin)
+        return Reduction(outs, self.vars, rvars, kind, value, self.op.origin, self._down)
 
     def pointwise(self, out: str, value: Node) -> Pointwise:
         return Pointwise(out, self.vars, value, origin=self.op.origin)
@@ -141,8 +145,10 @@ class Stages:
         some = node("where", (node("eq", (most, least)), const(0.0, dtype), scaled))
         term = node("where", (node("eq", (most, whole)), sums, some))
         return [
-            Reduction((total,), self.first_vars, self.first_rvars, "sum", value, op.origin),
-            Reduction(op.outs, self.vars, rvars, "sum", term, op.origin),
+            Reduction(
+                (total,), self.first_vars, self.first_rvars, "sum", value, op.origin, op.down
+            ),
+            Reduction(op.outs, self.vars, rvars, "sum", term, op.origin, self._down),
         ]
 
     def _position(self) -> list[Op]:

@@ -25,6 +25,7 @@ from plait.ir.expr.text import (
     name_of,
     name_text,
     positional,
+    said,
     subprogram_lines,
     text_of,
     tuple_text,
@@ -154,7 +155,8 @@ def kernel_lines(k: Kernel, scope: Scope) -> list[str]:
 def _reduce(s: Reduce, body: Body) -> str:
     value = body.value(s.value)
     running = ", running=True" if s.running else ""
-    return f"{name_text(s.name)} = {py_word(s.kind)}({value}{running}{_segment(s)})"
+    more = f"{running}{_segment(s)}{'' if s.down is None else f', down={s.down}'}"
+    return f"{name_text(s.name)} = {py_word(s.kind)}({value}{more})"
 
 
 def _store(s: Store, body: Body) -> str:
@@ -284,7 +286,8 @@ def _statement(s: ast.stmt, body: BodyReader) -> Stmt | None:
                 return Store(
                     name_of(left.value), index, value, full, kind, args, mask, atomic, segment
                 )  # fmt: skip
-            return Reduce(name_of(left), kind, value, flag_of(call, "running"), segment)
+            running, down = flag_of(call, "running"), said(call, "down")
+            return Reduce(name_of(left), kind, value, running, segment, down)
         case ast.Expr(value=ast.Constant(value=v)) if v is ...:
             return None
         case _:

@@ -3,10 +3,8 @@ what the compile comes to is kept for the next one."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
-import os
 import platform
 import sys
 import types
@@ -24,6 +22,7 @@ from plait.capture.program import collector_paused
 from plait.capture.recompiles import of_process, tell_recompile
 from plait.capture.warm.entry import VERSION, Entry, from_bytes, to_bytes
 from plait.capture.warm.graphs import Kept, graph_again, keeping
+from plait.capture.warm.own_files import digest_of
 from plait.capture.warm.prints import Prints, named_function, same_objects, shadowed_names
 from plait.capture.warm.sources import own_sources, require_sources
 from plait.compat import frame_facts, frames
@@ -35,7 +34,7 @@ from plait.compat.trace_facts import Answer, Looked, looked_at, result_of
 from plait.compat.versions import BEFORE_2_13
 from plait.config import EXTENDED, Config
 from plait.log import STAGES, PassLog
-from plait.runtime.store import STARTS, Store, key_of
+from plait.runtime.store import DIGESTS, STARTS, Store, key_of
 from plait.runtime.toolchain import detect_isa
 from plait.wrapper.program import listening
 from plait.wrapper.watch import watcher
@@ -168,6 +167,7 @@ def _key(frame: Frame, cfg: Config) -> str:
     return key_of(
         (
             str(VERSION),
+            digest_of(Path(plait.__file__).parent, Store.of(cfg, DIGESTS)),
             _versions(),
             _machine(),
             prints.code(frame.code),
@@ -186,13 +186,8 @@ def _key(frame: Frame, cfg: Config) -> str:
 
 @cache
 def _versions() -> str:
-    """plait's own files, torch, Python."""
-    digest = hashlib.sha256()
-    home = str(Path(plait.__file__).parent)
-    found = (f"{folder}/{n}" for folder, _, names in os.walk(home) for n in names)
-    for file in sorted(f for f in found if f.endswith((".py", ".so"))):
-        digest.update(file.removeprefix(home).encode() + Path(file).read_bytes())
-    return f"{digest.hexdigest()} {torch.__version__} {torch.version.git_version} {sys.version}"
+    """Of torch and Python."""
+    return f"{torch.__version__} {torch.version.git_version} {sys.version}"
 
 
 def _machine() -> str:

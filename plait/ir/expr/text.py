@@ -330,6 +330,11 @@ def keywords(call: ast.Call, known: tuple[str, ...] | None = None) -> dict[str, 
     return {k.arg: k.value for k in call.keywords if k.arg is not None}
 
 
+def said(call: ast.Call, name: str) -> bool | None:
+    """The same; None where the call says nothing of it."""
+    return flag_of(call, name) if any(k.arg == name for k in call.keywords) else None
+
+
 def flag_of(call: ast.Call, name: str) -> bool:
     """Whether a call has the keyword argument name=True."""
     for k in call.keywords:

@@ -215,9 +215,10 @@ def choose_axis(nest: Nest, lanes: int) -> Nest:
     scalar = sum(4.0 * _weight(a, has_inner) for a in found) + 1e-6
     costs: list[tuple[float, int, Atom | None, bool]] = [(scalar, 0, None, False)]
     candidates = list(_candidates(nest)) if lanes > 1 else []
-    if linear.by_row and has_inner:  # sums over lanes, unless neighbours have sums of their own
-        near = {a for a, _ in candidates if any(_is_near(x, a) for x in found)}
-        candidates = [(a, inner) for a, inner in candidates if inner or a in near]
+    if linear.by_row and has_inner:
+        down, last = any(s.down for s in nest.reduces()), linear.rvars[-1]
+        candidates = [c for c in candidates if (not c[1] if down else c == (last, True))]
+        costs = costs if down or not candidates else []  # one lane adds as `down` does
     for k, (a, inner) in enumerate(candidates):
         costs.append((_axis_cost(a, inner, found, lanes, has_inner), -k, a, inner))
     *_, axis, inner = min(costs, key=lambda c: c[:2])
@@ -225,11 +226,6 @@ def choose_axis(nest: Nest, lanes: int) -> Nest:
         lanes, axis = 1, linear.vars[-1] if linear.vars else None
     order = (*(r for r in linear.rvars if r != axis), axis) if inner and axis else linear.rvars
     return replace(nest, axis=axis, inner=inner, lanes=lanes, order=order)
-
-
-def _is_near(x: MemoryAccess, axis: Atom) -> bool:
-    """Whether neighbours along an axis are neighbours in memory, at every point."""
-    return x.full and axis not in x.indirect and coefficient(x.offset, axis) == 1
 
 
 def _candidates(nest: Nest) -> Iterator[tuple[Atom, bool]]:

@@ -120,8 +120,12 @@ class Accumulators:
 
     def _fuses(self, s: Reduce) -> bool:
         """Whether products are added without being rounded. Those of a tail are masked first; those
-        that another pass needs too are values of their own."""
+        that another pass needs too are values of their own. So is any, where rows keep their bits:
+        whether a product is computed here or read from memory depends on how many rows there are.
+        """
         v, n = self.v, s.value
+        if v.nest.linear.by_row:
+            return False
         is_sum = s.kind == "sum" and not s.running and n.op == "mul" and n.dtype.is_float
         lone = n not in v.nest.kept and not (v.tail and v.nest.inner)
         return is_sum and "fma" in v.isa.cpu and lone

@@ -286,11 +286,11 @@ def _rows_of(linear: LinearKernel, votes: dict[Atom, int], busy: int) -> _Rows:
     outer = _fastest_last(linear.vars, votes)
     reductions = [s for s in linear.stmts if isinstance(s, Reduce)]
     ordered = any(s.inner or REDUCTIONS[s.kind].extreme for s in reductions)
-    along = _row_strides(linear) if linear.by_row else votes
-    inner = linear.rvars if ordered else _fastest_last(linear.rvars, along)
+    settled = linear.by_row or ordered
+    inner = linear.rvars if settled else _fastest_last(linear.rvars, votes)
     rows = _known(trip_count(outer))
-    column = sum(along.get(v, 0) for v in outer) > sum(along.get(r, 0) for r in inner)
-    column = column and (rows >= 16 or linear.by_row)
+    column = sum(votes.get(v, 0) for v in outer) > sum(votes.get(r, 0) for r in inner)
+    column = any(s.down for s in reductions) if linear.by_row else column and rows >= 16
     programs = None
     if column and len(outer) > 1 and isinstance(size := extent(outer[-1]), int) and size >= TILE:
         # What is the same for neighbouring results is then one value for a program, or one a row.

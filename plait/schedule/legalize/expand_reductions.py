@@ -78,8 +78,8 @@ def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
         mean = accs[f"{s.name}.mean"] = per_point(total, n)
         off = node("sub", (s.value, mean))
         return [
-            Reduce(f"{s.name}.sum", "sum", s.value),
-            Reduce(f"{s.name}.m2", "sum", node("mul", (off, off))),
+            replace(s, name=f"{s.name}.sum", kind="sum"),
+            replace(s, name=f"{s.name}.m2", kind="sum", value=node("mul", (off, off))),
         ]
     # Scaled by a power of two, which is exact, the sum does not overflow where the mean does not.
     scale = const(
@@ -95,9 +95,9 @@ def _welford(s: Reduce, count: Size, accs: dict[str, Node]) -> list[Stmt]:
     corrected = node("abs", (node("sub", (m2, node("mul", (rest, more)))),))
     accs[f"{s.name}.m2"] = node("where", (overflows, m2, corrected))
     return [
-        Reduce(f"{s.name}.sum", "sum", node("mul", (s.value, scale))),
-        Reduce(f"{s.name}.rest", "sum", off),
-        Reduce(f"{s.name}.m2", "sum", node("mul", (off, off))),
+        replace(s, name=f"{s.name}.sum", kind="sum", value=node("mul", (s.value, scale))),
+        replace(s, name=f"{s.name}.rest", kind="sum", value=off),
+        replace(s, name=f"{s.name}.m2", kind="sum", value=node("mul", (off, off))),
     ]
 
 

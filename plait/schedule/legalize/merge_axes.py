@@ -50,9 +50,9 @@ def drop_single_axes(linear: LinearKernel) -> LinearKernel:
 
 def merge_axes(linear: LinearKernel) -> LinearKernel:
     """Merges axis pairs (a, b) that every access walks as one: stride(a) == stride(b) *
-    extent(b)."""
+    extent(b). Reduced ones that are settled stay as they are."""
     exprs = offsets_of(linear)
-    for which in ("vars", "rvars"):
+    for which in ("vars",) if _is_settled(linear) else ("vars", "rvars"):
         k = len(getattr(linear, which)) - 2
         while k >= 0:
             axes: tuple[Atom, ...] = getattr(linear, which)
@@ -65,6 +65,10 @@ def merge_axes(linear: LinearKernel) -> LinearKernel:
     return linear
 
 
+def _is_settled(linear: LinearKernel) -> bool:
+    return any(isinstance(s, Reduce) and s.down is not None for s in linear.stmts)
+
+
 def _walks_as_one(e: Size, a: Atom, b: Atom) -> bool:
     ca, cb = coefficient(e, a), coefficient(e, b)
     return ca is not None and cb is not None and ca == cb * extent(b)
@@ -74,7 +78,8 @@ def faults_of_axes(linear: LinearKernel) -> list[str]:
     """Axes of one point, and neighbours that could be one."""
     exprs = offsets_of(linear)
     axes = (linear.vars, linear.rvars)
-    pairs = [pair for group in axes for pair in pairwise(group)]
+    merged = axes[:1] if _is_settled(linear) else axes
+    pairs = [pair for group in merged for pair in pairwise(group)]
     return [
         *(f"has axis {a.name} of one point" for group in axes for a in group if extent(a) == 1),
         *(

@@ -63,7 +63,7 @@ _MEANINGS: tuple[tuple[str, str], ...] = (
         "which of them gives a wrong number.",
     ),
     (
-        r"would be walked as another asks",
+        r"would be walked as another asks|a sum walks the axes that it has$",
         "Under batch_invariant the order of a sum follows from what it reads alone, not from what "
         "else its kernel computes.",
     ),

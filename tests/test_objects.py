@@ -205,14 +205,6 @@ def test_what_cannot_be_made_again() -> None:
         plait.compile(lambda x: (x * 2, lambda: x), (X,))
 
 
-def test_parameters_of_distributions_are_looked_at_when_a_program_runs() -> None:
-    fn = lambda x, s: torch.distributions.Normal(x, s).log_prob(x)
-    run = plait.compile(fn, (X, Y))
-    torch.testing.assert_close(run(X, Y), fn(X, Y))
-    with pytest.raises(RuntimeError, match="not what its distribution takes"):
-        run(X, -Y)
-
-
 def test_jagged_tensors_inside() -> None:
     """torch refuses to make one while anything is traced."""
 

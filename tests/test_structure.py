@@ -204,8 +204,9 @@ def test_the_compiler_is_small() -> None:
     # of first calls, 290 calls that do not wait for kernels, 1,370 reports, 1,350 what finds wrong
     # numbers, 300 where time goes, 400 what a machine lacks, 360 eager's bits, 800
     # rows that keep their bits, 120 sizes that a trace leaves out, 100 choices that go by sizes,
-    # 120 objects among arguments and results, 40 shapes that torch does not know.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_320
+    # 120 objects among arguments and results, 40 shapes that torch does not know, 50 conditions
+    # that are asked for to raise.
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_400
 
 
 def imports(path: Path, package: str) -> set[str]:

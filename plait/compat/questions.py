@@ -21,6 +21,7 @@ from typing import Any
 import sympy
 import torch
 from torch._subclasses import fake_tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import _lazy_graph_module, _symbolic_trace
 from torch.fx import proxy as fx_proxy
 from torch.fx.experimental.sym_node import SymNode
@@ -31,8 +32,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from plait import errors
+from plait.compat.raising import truth
 from plait.compat.shared import Shared
-from plait.compat.tracing import is_stand_in
 
 
 @dataclass(frozen=True)
@@ -177,15 +178,6 @@ def _selected(*args: Any, **kwargs: Any) -> Any:
         return _select(*args, **kwargs)
 
 
-def _checked_when_run(x: torch.Tensor) -> Any:
-    """Whether all is true, which distributions ask of their parameters: a call finds out."""
-    if not is_stand_in(x):
-        return _is_all_true(x)
-    torch._assert_async(x.all(), "a parameter or a value is not what its distribution takes")
-    return True
-
-
-_is_all_true: Any = torch._is_all_true
 _CONDITIONS = {
     "eq": sympy.Eq, "ne": sympy.Ne, "lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge,
 }  # fmt: skip
@@ -193,7 +185,7 @@ _CHANGES: list[tuple[Any, str, Any]] = [
     *((SymNode, name, _comparing(name, condition)) for name, condition in _CONDITIONS.items()),
     (torch.compiler, "_is_compiling_flag", True), (torch.compiler, "_is_exporting_flag", True),
     (fx_proxy, "CapturedTraceback", _Forwards), (SymNode, "bool_", _asked),
-    (ShapeEnv, "evaluate_expr", _evaluated), (torch, "_is_all_true", _checked_when_run),
+    (ShapeEnv, "evaluate_expr", _evaluated), (FunctionalTensor, "__bool__", truth),
     (_symbolic_trace, "is_fx_tracing", lambda: False),
     (_lazy_graph_module, "_use_lazy_graph_module_flag", True),
     (torch._C, "_select_conv_backend", _selected),

@@ -115,6 +115,12 @@ fuzz: env
 fuzz-warm: env
 	$(PY) -m tests.fuzz.warm --count 500 --out fuzz-warm.txt $(ARGS)
 
+# Programs whose rows have to keep their bits in any batch. `ARGS="--device cuda"`: on a GPU;
+# `ARGS="--first 48 --count 1"`: looks at one.
+.PHONY: fuzz-rows
+fuzz-rows: env
+	$(PY) -m tests.fuzz.rows --count 500 $(ARGS)
+
 # The graphs that a refactoring is proved with: afterwards, `plait replay rerun build/corpus` shows
 # nothing.
 .PHONY: corpus

@@ -158,8 +158,8 @@ class Subject:
         return found
 
 
-MASKLESS = ("fnet", "rwkv")
-"""Models of text whose results depend on what a mask would leave out."""
+MASKLESS = ("fnet", "rwkv", "convbert")
+"""Models of text whose results depend on what a mask would leave out, in float64 too."""
 
 
 def subjects(device: str, small: bool) -> dict[str, Subject]:

@@ -185,3 +185,9 @@ def test_the_tests_find_what_they_are_for() -> None:
 
     with mock.patch.object(loose, "_tile_of_pairs", wider), pytest.raises(AssertionError):
         test_what_is_no_number_stays_in_its_row("auto", torch.nan)
+
+
+def test_products_are_rounded_where_they_are_made() -> None:
+    """None takes twice the memory of eager's on the way."""
+    names = re.findall(r'extern "C" i64 (plait_\w+?)\(', source("auto"))
+    assert len(names) == 1 and names[0].startswith("plait_loose_mm_40x50")

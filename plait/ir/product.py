@@ -92,7 +92,8 @@ _WINOGRAD = (3, 3), (1, 1), (1, 1)
 class Panels:
     """A right matrix that was packed into panels, or that threads pack a panel at a time. The left
     one is row-major, or an image with channels innermost, whose windows are rows. All numbers are
-    f32, but those of both factors where the right matrix is not packed.
+    f32, but those of both factors, and of a product that is rounded, where the right matrix is not
+    packed.
 
     depth: numbers of a row of the left matrix, or channels of the image.
     columns: of the right matrix.

@@ -117,12 +117,13 @@ def _product(ctx: Lowering, a: View, b: View) -> View:
 
 def _made_here(
     ctx: Lowering, flops: Size, a: View, b: View, bias: View | None = None,
-    gelu: bool | None = None,
+    gelu: bool | None = None, rounds: bool = False,
 ) -> View | None:  # fmt: skip
     """a @ b by loops or a kernel of ours, in the compute dtype of a; None where ATen is better.
-    bias, gelu: what the operator that is lowered computes beside: gelu or relu, or nothing."""
+    bias, gelu: what the operator that is lowered computes beside: gelu or relu, or nothing.
+    rounds: it computes nothing beside, and a kernel may round to the dtype of a."""
     if _keeps_rows(ctx, a):
-        return by_rows(ctx, a, b) or _product(ctx, a, b)
+        return by_rows(ctx, a, b, rounds) or _product(ctx, a, b)
     if is_small(ctx, flops, a.shape[-1]) or is_vector(ctx, a, b):
         return _product(ctx, a, b)
     how = cut(ctx, a, b)
@@ -147,6 +148,8 @@ def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha:
     """beta * bias + alpha * product, rounded once to the result's dtype. A beta of 0 ignores the
     bias, NaNs included."""
     out, shape, compute = ctx.out_dtype(), product.shape, product.dtype
+    if compute == out != compute_dtype(out):
+        return product  # it is rounded
     added = None if bias is None or beta == 0 else broadcast(bias, shape)
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
@@ -179,14 +182,14 @@ def _without_product(ctx: Lowering, shape: tuple[Size, ...], bias: View, beta: A
 @lower(aten.mm.default)
 def mm(ctx: Lowering, a: View, b: View) -> Any:
     flops = _flops((), a.shape[0], b.shape[1], a.shape[1])
-    made = _made_here(ctx, flops, a, b)
+    made = _made_here(ctx, flops, a, b, rounds=True)
     return _by_aten(ctx, flops, a, b) if made is None else _finished(ctx, made, None, 1, 1)
 
 
 @lower(aten.bmm.default)
 def bmm(ctx: Lowering, a: View, b: View) -> Any:
     flops = _flops(a.shape[:1], a.shape[1], b.shape[2], a.shape[2])
-    made = _made_here(ctx, flops, a, b)
+    made = _made_here(ctx, flops, a, b, rounds=True)
     return _by_aten(ctx, flops, a, b) if made is None else _finished(ctx, made, None, 1, 1)
 
 

@@ -20,9 +20,10 @@ from plait.graph.refused_kernels import is_refused
 from plait.ir.calls import Extern, ExternArg, Operator
 from plait.ir.dtypes import DType, bf16, f16, f32, i8, i32, u8
 from plait.ir.expr import Expr, Size, product, symbol
-from plait.ir.loops import Load, Pointwise, node, walk
+from plait.ir.loops import Load, Pointwise, cast, node, walk
 from plait.ir.product import PRODUCT, Cut, Panels, Product
 from plait.lower.core import Lowering, View
+from plait.lower.dtypes import compute_dtype
 from plait.lower.memory import step_along, tensor_arg
 from plait.lower.product_cost import finishes_sooner, is_uneven, may_pay, pays
 
@@ -324,7 +325,8 @@ def call(
     rows and columns. place: where an element of it is stored. k: of how many numbers it is a
     sum. operator: what may be faster."""
     vars_ = tuple(symbol(name, extent=n) for name, n in zip("pbij", sizes, strict=True))
-    body = node("load", (), Load(PRODUCT, ()), ctx.buffers[out].dtype)
+    dtype = ctx.buffers[out].dtype
+    body = cast(node("load", (), Load(PRODUCT, ()), compute_dtype(dtype)), dtype)
     result = Pointwise(out, vars_, body, place(vars_), ctx.origin)
     op, label = names
     kernel = Product(f"{label}.{ctx.name}.{ctx.node.name}", (result,), how, None, operator)

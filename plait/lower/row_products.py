@@ -39,15 +39,15 @@ def keeps_rows(call: Extern) -> bool:
     return call.op.startswith("aten::convolution") and images is not None and images.shape[0] == 1
 
 
-def by_rows(ctx: Lowering, a: View, b: View) -> View | None:
-    """a @ b of (..., m, k) and (..., k, n)."""
+def by_rows(ctx: Lowering, a: View, b: View, rounds: bool) -> View | None:
+    """a @ b of (..., m, k) and (..., k, n). rounds: to the dtype of a, where the kernel can."""
     if ctx.facts().is_host:
-        return _by_host(ctx, a, b)
+        return _by_host(ctx, a, b, rounds)
     return _on_device(ctx, a, b) if ctx.facts().streams else None
 
 
 # --------------------------------------------------------------------------------------- on a host
-def _by_host(ctx: Lowering, a: View, b: View) -> View | None:
+def _by_host(ctx: Lowering, a: View, b: View, rounds: bool) -> View | None:
     """The product by a kernel that packs a panel of the right matrix at a time."""
     *batch, m, k = a.shape
     n = b.shape[-1]
@@ -61,7 +61,7 @@ def _by_host(ctx: Lowering, a: View, b: View) -> View | None:
     given = tensor_arg(ctx, b)
     if 1 not in given.strides[-2:]:
         given = tensor_arg(ctx, b, contiguous_strides(b.shape))
-    out = ctx.new_buffer(f32, (*batch, m, n), fixed=True)
+    out = ctx.new_buffer(a.dtype if rounds else f32, (*batch, m, n), fixed=True)
 
     def place(v: tuple[Expr, ...]) -> tuple[Size, ...]:
         _, _, i, j = v

@@ -19,7 +19,7 @@ from plait.ir.dtypes import b1, f32
 from plait.ir.expr import Size
 from plait.ir.loops import Load, Node, walk
 from plait.ir.product import PRODUCT, Pair, Panels, Product
-from plait.kernel.cpu.expr import Parts, literal, vector_node
+from plait.kernel.cpu.expr import Parts, literal, memory, vector_cast, vector_node
 from plait.kernel.cpu.packed_shared import LONGEST_SUM, NEAR_NBYTES, indented, most_rows, stretch_of
 from plait.runtime.toolchain import Isa
 
@@ -154,9 +154,11 @@ class Writer:
     def _epilogue(self) -> str:
         """What follows the name of the epilogue: a row after the other."""
         out, lanes = len(self.tensors), self.isa.lanes
+        given, t = self.body.dtype, memory(self.body.dtype)
+        body = self.body if given == f32 else self.body.args[0]  # rounded where it is stored
         lines = [f"const f32* const g{k - 2} = (const f32*)bufs[{k}];" for k in range(2, out)]
         lines += [
-            f"f32* const out = (f32*)bufs[{out}];",
+            f"{t}* const out = ({t}*)bufs[{out}];",
             f"const i64 left = (columns - n + {lanes - 1}) / {lanes};",
             "const i64 n_vectors = left < vectors ? left : vectors;",
             "for (i64 i = 0; i < count; ++i, ++row, sums += apart) {",
@@ -164,15 +166,16 @@ class Writer:
         ]
         known: dict[Node, Parts] = {}
         value = "sums[v]"
-        if not isinstance(self.body.attr, Load) or self.body.attr.buf != PRODUCT:
-            for n in walk((self.body,)):
+        if not isinstance(body.attr, Load) or body.attr.buf != PRODUCT:
+            for n in walk((body,)):
                 known[n] = self._value(n, known, lines)
-            value = known[self.body][0]
+            value = known[body][0]
+        (value,) = vector_cast((value,), f32, given)
         place = "out + row * columns + at"
         if self.packed.columns % self.isa.lanes == 0:
-            lines.append(f"st_f32({place}, {value});")
+            lines.append(f"st_{t}({place}, {value});")
         else:
-            lines.append(f"stn_f32({place}, {value}, columns - at);")
+            lines.append(f"stn_{t}({place}, {value}, columns - at);")
         head = (
             "(\n    void* const* bufs, const i64* down, const vf32* sums, i64 apart, i64 count, "
             "i64 row,\n    i64 n, i64 vectors, i64 columns)"

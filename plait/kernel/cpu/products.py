@@ -40,8 +40,10 @@ def write_packed(call: Extern, dtypes: Sequence[DType], isa: Isa) -> Extern:
         text = heads_text(call.kernel, tensors, sizes, isa)
     else:
         text = _text(call.kernel, tensors, sizes, dtypes, isa)
-    pointers = (*(_POINTERS[d] for d in dtypes), *("*fp32",) * len(call.outs))
     assert call.kernel is not None, call
+    made = [r.body.dtype for r in call.kernel.results] if isinstance(call.kernel, Product) else []
+    made += [f32] * (len(call.outs) - len(made))
+    pointers = tuple(_POINTERS[d] for d in (*dtypes, *made))
     kernel = UserKernel(call.kernel.name, text, pointers, (Variant("", (), 1),))
     return replace(call, args=(*tensors, *(a for a in sizes if isinstance(a, Expr))), kernel=kernel)
 

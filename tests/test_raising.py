@@ -58,11 +58,19 @@ def counted(x: Tensor) -> Tensor:
     return x * 2
 
 
+def raises_in_a_context(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        if (x < 0).any():
+            raise ValueError("negative")
+        return x.sqrt()
+
+
 ASKED: dict[str, Callable[[Tensor], Tensor]] = {
     "assert": asserts,
     "raise": raises,
     "else": raises_otherwise,
     "loop": raises_in_a_loop,
+    "context": raises_in_a_context,
     "number": counted,
     "loss": lambda x: F.gaussian_nll_loss(x, x * 2, x),
     "distribution": lambda x: torch.distributions.Normal(x, x).log_prob(x),
@@ -112,7 +120,16 @@ def sometimes_raises(x: Tensor) -> Tensor:
     return x + 1
 
 
-@pytest.mark.parametrize("fn", [chooses, sometimes_raises])
+def catches(x: Tensor) -> Tensor:
+    try:
+        if (x < 0).any():
+            raise ValueError
+    except ValueError:
+        return x * 2
+    return x + 1
+
+
+@pytest.mark.parametrize("fn", [chooses, sometimes_raises, catches])
 def test_where_more_follows_it_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(Unsupported, match="cannot trace"):
         plait.compile(fn, (X,))

@@ -49,15 +49,25 @@ def _raises_for(frame: FrameType) -> bool | None:
     jumps_for = name.endswith("TRUE")
     target = next(k for k, i in enumerate(code) if i.offset == code[at].argval)
     for start, truth in ((at + 1, not jumps_for), (target, jumps_for)):
-        if _only_raises(code[start : start + _LONGEST]):
+        last = _raise_after(code[start : start + _LONGEST])
+        if last is not None and not _catches(frame.f_code, code, last.offset):
             return truth != turned
     return None
 
 
-def _only_raises(code: Sequence[dis.Instruction]) -> bool:
+def _raise_after(code: Sequence[dis.Instruction]) -> dis.Instruction | None:
+    """The `raise` that instructions lead straight to."""
     for instruction in code:
         if instruction.opname == "RAISE_VARARGS":
-            return True
+            return instruction
         if instruction.opname.startswith(_ELSEWHERE):
-            return False
-    return False
+            return None
+    return None
+
+
+def _catches(function: Any, code: Sequence[dis.Instruction], offset: int) -> bool:
+    """Whether a function looks at what it raises there: `with` alone hands it on."""
+    known: Any = dis.Bytecode(function)
+    handlers = {e.target for e in known.exception_entries if e.start <= offset < e.end}
+    names = [i.opname for k, i in enumerate(code) if k and code[k - 1].offset in handlers]
+    return any(name != "WITH_EXCEPT_START" for name in names)

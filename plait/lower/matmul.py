@@ -148,9 +148,9 @@ def _finished(ctx: Lowering, product: View, bias: View | None, beta: Any, alpha:
     """beta * bias + alpha * product, rounded once to the result's dtype. A beta of 0 ignores the
     bias, NaNs included."""
     out, shape, compute = ctx.out_dtype(), product.shape, product.dtype
-    if compute == out != compute_dtype(out):
-        return product  # it is rounded
     added = None if bias is None or beta == 0 else broadcast(bias, shape)
+    if compute == out != compute_dtype(out) and added is None and alpha == 1:
+        return product  # it is rounded
 
     def body(ops: Recorder, i: tuple[Expr, ...]) -> Node:
         value = product.load(ops, i)

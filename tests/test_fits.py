@@ -254,6 +254,7 @@ RESULTS: dict[str, Program] = {
         lambda x: torch.nan_to_num(x.conj(), 2.0, neginf=-1.0),
         (torch.complex(ones(3) * float("nan"), torch.tensor([0.5, float("inf"), -float("inf")])),),
     ),
+    "group_norm of no channels": (lambda x: F.group_norm(x, 2), (ones(2, 0, 5),)),
     "bytes": (lambda x: F.interpolate(x, size=5), (torch.arange(12).reshape(1, 1, 3, 4).byte(),)),
 }
 

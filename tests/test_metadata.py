@@ -574,6 +574,22 @@ ORDERS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 """Results that PyTorch's own shape functions lay out otherwise than its kernels."""
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("fn", [torch.unique, torch.unique_consecutive])
+def test_different_parts_along_a_dimension(fn: Callable[..., Any], dim: int) -> None:
+    """In PyTorch's shape functions a dimension that is counted from the end is another one."""
+    x = torch.randint(0, 2, (4, 3, 2), generator=torch.Generator().manual_seed(0))
+
+    def parts(x: Tensor) -> Any:
+        return fn(x, dim=dim, return_inverse=True, return_counts=True)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for compiled in (torch.compile(parts, backend="plait"), plait.compile(parts, (x,))):
+            got, want = compiled(x), parts(x)
+            torch.testing.assert_close(got, want)
+            assert facts(got, (x,)) == facts(want, (x,))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ORDERS)
 def test_results_lie_in_the_order_of_eagers_kernels(name: str, dynamic: bool) -> None:

@@ -163,6 +163,25 @@ def _roll(x: Tensor, shifts: Sequence[Any], dims: Sequence[int] = ()) -> Any:
     return aten.roll.default(x.contiguous(), shifts, dims).contiguous(memory_format=order)
 
 
+def _unique(x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    """Eager moves the dimension to the front, and results back."""
+    if dim in (0, -x.dim()) or not x.dim():
+        return NotImplemented
+    found, *more = aten.unique_dim.default(x.movedim(dim, 0), 0, *args, **kwargs)
+    return found.movedim(0, dim), *more
+
+
+def _unique_of_neighbours(
+    x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """The same. PyTorch's shapes of a dimension that is counted from the end are wrong."""
+    if dim is None or dim == 0 or not x.dim():
+        return NotImplemented
+    op = aten.unique_consecutive.default
+    found, *more = op(x.movedim(dim, 0), return_inverse, return_counts, 0)
+    return found.movedim(0, dim), *more
+
+
 def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     """In eager the order of the indices' dimensions counts too, and so do dimensions of size 1."""
     found = [k for k, i in enumerate(indices) if i is not None]
@@ -264,6 +283,8 @@ def _register() -> None:
         aten.index.Tensor: _index,
         aten.constant_pad_nd.default: _constant_pad,
         aten.roll.default: _roll,
+        aten.unique_consecutive.default: _unique_of_neighbours,
+        aten.unique_dim.default: _unique,
         **{op: _second_in_rows(op) for op in (aten.pow.Scalar, aten.ldexp.Tensor)},
         **{op: _in_turn(op) for op in _IN_TURN},
         **{op: _in_format(op) for op in _IN_FORMAT},

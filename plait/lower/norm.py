@@ -147,7 +147,7 @@ def _group_norm(
 
     def body(ops: Recorder, v: tuple[Expr, ...]) -> Node:
         e = ops.cast(x.load(ops, v), compute)
-        point = (v[0], v[1] // per_group)
+        point = _group_of(v, per_group)
         value = _scale_shift(
             ops, e, mean.load(ops, point), rstd.load(ops, point), weight, bias, v[1:2]
         )
@@ -155,6 +155,11 @@ def _group_norm(
 
     out = ctx.pointwise(x.shape, ctx.out_dtype(0), body, ctx.out_strides(0))
     return out, _stat(ctx, mean, 1), _stat(ctx, rstd, 2)
+
+
+def _group_of(at: Sequence[Size], channels: Size) -> tuple[Size, Size]:
+    """The group of an element at (batch, channel, ...). channels: of a group; there may be none."""
+    return at[0], at[1] // channels if channels != 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +177,10 @@ class _Groups:
     size: Size
     compute: DType
 
-    def of(self, at: Sequence[Size]) -> tuple[Size, Size]:
-        """The group of an element at (batch, channel, ...)."""
-        return at[0], at[1] // self.size
-
     def deviation(self, ops: Recorder, x: View, at: Sequence[Size]) -> Node:
-        return ops.cast(x.load(ops, at), self.compute) - self.mean.load(ops, self.of(at))
+        return ops.cast(x.load(ops, at), self.compute) - self.mean.load(
+            ops, _group_of(at, self.size)
+        )
 
     def weighted(self, ops: Recorder, value: Node, channel: Size) -> Node:
         if self.weight is None:
@@ -221,7 +224,7 @@ def _group_norm_backward(
     level, slope = (groups.average(ctx, t, size * HxW) for t in (sums, products))
 
     def of_input(ops: Recorder, at: tuple[Expr, ...]) -> Node:
-        own = groups.of(at)
+        own = _group_of(at, groups.size)
         g, scale = ops.cast(grad.load(ops, at), compute), rstd.load(ops, own)
         along = groups.deviation(ops, x, at) * (scale * scale * slope.load(ops, own))
         across = groups.weighted(ops, g, at[1]) - level.load(ops, own) - along
@@ -229,7 +232,7 @@ def _group_norm_backward(
 
     def of_weight(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         at = (*r, *i)
-        return products.load(ops, at) * rstd.load(ops, groups.of(at))
+        return products.load(ops, at) * rstd.load(ops, _group_of(at, groups.size))
 
     def of_bias(ops: Recorder, i: tuple[Expr, ...], r: tuple[Expr, ...]) -> Node:
         return sums.load(ops, (*r, *i))

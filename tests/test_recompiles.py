@@ -208,3 +208,15 @@ def test_what_nobody_knows_has_no_advice(guard: str) -> None:
 
 def test_each_advice_is_one_sentence() -> None:
     assert all(text and text[-1] != "." and "\n" not in text for _, text in ADVICE)
+
+
+def test_what_is_told_twice_is_one_line() -> None:
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return x.exp()
+
+    for _ in range(2):
+        torch._dynamo.reset()
+        run = torch.compile(again, backend="plait")
+        run(ones(4)), run(ones(4, 2))
+    lines = plait.explain(again, ones(4), quiet=True).recompiles
+    assert len([line for line in lines if "again (test_recompiles.py" in line]) == 1

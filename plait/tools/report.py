@@ -66,8 +66,8 @@ class Report:
     @property
     def recompiles(self) -> tuple[str, ...]:
         """What Dynamo compiled again in this process, the guards that failed, and what would avoid
-        it; the last ones, in order."""
-        return tuple(r.line for r in self.recompiled)
+        it; the last ones, in order, each once."""
+        return tuple(dict.fromkeys(r.line for r in self.recompiled))
 
     @property
     def ladder(self) -> tuple[Fallback, ...]:

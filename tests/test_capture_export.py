@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as hop_map
+from torch._higher_order_ops.while_loop import while_loop
 from torch.export import Dim
 from torch.fx.experimental.sym_node import SymNode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -29,6 +31,7 @@ from torch.utils._traceback import CapturedTraceback
 import plait
 from plait.capture.trace import trace
 from plait.compat import questions as tracing
+from plait.config import Config
 from plait.errors import InputError, Unsupported, UserError
 from tests.against_eager import sharing, tree_equal
 
@@ -841,6 +844,32 @@ def test_changes_of_captured_tensors_are_refused() -> None:
             plait.compile(fn, (Y,))
 
 
+IN_A_CLOSURE = nn.Linear(6, 6)
+LOOPS: dict[str, Callable[[Tensor], Any]] = {
+    "cond": lambda x: torch.cond(x.sum() > 0, IN_A_CLOSURE, lambda y: IN_A_CLOSURE(y) * 2, (x,)),
+    "while": lambda x: while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, IN_A_CLOSURE(y)), (torch.tensor(0), x)
+    ),
+    "map": lambda x: hop_map(lambda y: IN_A_CLOSURE(y), x),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_control_flow_takes_a_module_from_a_closure(name: str) -> None:
+    fn = LOOPS[name]
+    run = plait.compile(fn, (X,))
+    for change in (None, lambda: IN_A_CLOSURE.weight.mul_(0.5), _another_weight):
+        with torch.no_grad():
+            if change is not None:
+                change()
+            for x in (Y, -Y):
+                torch.testing.assert_close(run(x), fn(x))
+
+
+def _another_weight() -> None:
+    IN_A_CLOSURE.weight = nn.Parameter(torch.randn(6, 6) / 6)
+
+
 def test_compiled_things_inside_are_refused() -> None:
     inner, outer = plait.compile(nn.Linear(6, 3), (X,)), nn.Linear(6, 3)
     with pytest.raises(
@@ -947,7 +976,7 @@ def test_nodes_name_the_lines_that_torch_would_name(monkeypatch: pytest.MonkeyPa
             return self.inner(x) + 1
 
     def lines() -> list[str]:
-        graph = trace(Outer(), (torch.ones(3),), {}, None, "a test").graph.graph
+        graph = trace(Outer(), (torch.ones(3),), {}, None, "a test", Config()).graph.graph
         return [n.meta["stack_trace"] for n in graph.nodes if n.op == "call_function"]
 
     ours = lines()

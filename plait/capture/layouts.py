@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from plait import compat
 from plait.capture.found_numbers import IndexByFound
+from plait.capture.outside_tensors import value_of
 from plait.capture.writes import may_write
 from plait.compat.export import ExportEnv
 from plait.graph.strides import is_view
@@ -56,6 +57,8 @@ class LayoutNotes(IndexByFound):
             bool(_is_dense(*args, **named))
         if self._stale and getattr(func, "__name__", "") != "__get__":
             self._ask(self._stale & _memory((args, named)))
+        if isinstance(func, HigherOrderOperator):
+            args = pytree.tree_map_only(torch.nn.Parameter, value_of, args)
         made = super().__torch_function__(func, types, args, kwargs)
         if self._copies and (written := _memory(_written(func, args, named))):
             self._stale |= self._near(written) - written

@@ -12,9 +12,21 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule, Node
 
+from plait import compat
 from plait.capture.plain_tensors import special_kind
 from plait.graph.constants import FRESH_COPIES
 from plait.graph.edit import replace
+
+_OF = "_plait_value_of"
+
+
+def value_of(x: torch.nn.Parameter) -> torch.Tensor:
+    """A parameter as an operand of control flow, which takes no parameters of modules that are in
+    a closure; it is bound as the parameter itself."""
+    with compat.tracing.untraced_operators():
+        value = x.detach()
+    setattr(value, _OF, x)
+    return value
 
 
 def bind_outside(graph_module: GraphModule) -> list[torch.Tensor]:
@@ -44,5 +56,6 @@ def _outside(graph_module: GraphModule, node: Node) -> torch.Tensor | None:
     if node.op != "get_attr" or all(user.target in FRESH_COPIES for user in node.users):
         return None
     value = getattr(graph_module, str(node.target), None)
+    value = getattr(value, _OF, value)
     plain = isinstance(value, torch.Tensor) and not special_kind(value)
     return value if plain else None

@@ -18,6 +18,7 @@ from plait.compile import compile_texts
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.text import given_text, read_given, tensors_of
+from plait.runtime.toolchain import detect_isa
 from plait.tools import replay
 from plait.wrapper.text import text
 from tests import warm
@@ -289,3 +290,15 @@ def test_folders_of_processes(tmp_path: Path) -> None:
         torch.randn(2)
     )
     assert [f.name for f in tmp_path.iterdir()] == [str(os.getpid())]
+
+
+@pytest.mark.parametrize(("recorded", "isa"), [("avx2", "avx2"), ("other+more", "other")])
+def test_instructions_of_another_machine(
+    recorded: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((given, tensors, _), *_) = captured_of(monkeypatch, torch.sin, torch.ones(3))
+    document = json.loads(given)
+    document["machine"]["isa"] = recorded
+    assert read_given(json.dumps(document), tensors)[1].isa == isa
+    document["machine"]["isa"] = detect_isa().full_name
+    assert detect_isa(read_given(json.dumps(document), tensors)[1].isa) == detect_isa()

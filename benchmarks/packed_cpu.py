@@ -1,6 +1,6 @@
-"""Products and convolutions with constant weights on one core: plait's packed kernels, what plait
-calls without `freeze`, and oneDNN with weights that it packed: `python -m benchmarks.packed_cpu
-[NAME ...]`.
+"""Products and convolutions with constant weights on one core: what plait calls without `freeze`,
+its kernels under `batch_invariant`, which pack nothing ahead, oneDNN with weights that it packed,
+and plait's packed kernels: `python -m benchmarks.packed_cpu [NAME ...]`.
 
 The best call of each side counts, in CPU time, calls interleaved: other work on the machine
 disturbs all of them alike. Columns are GFLOP/s of the sums as they are written down, of which
@@ -28,6 +28,8 @@ ROWS = {  # rows, depth, columns
     "gpt2 down": (128, 3072, 768),
     "minilm up": (2048, 384, 1536),
     "minilm down": (2048, 1536, 384),
+    "gpt2 logits": (128, 768, 50257),
+    "llama up": (512, 2048, 8192),
     "few rows": (16, 384, 1536),
     "one row": (1, 384, 1536),
 }
@@ -87,7 +89,9 @@ def measure(name: str, seconds: float) -> str:
             return mkldnn._convolution_pointwise(x, packed, layer.bias, *place, "none", [], "")
 
     plain, frozen = plait.compile(layer, (x,)), plait.compile(layer, (x,), freeze=True)
-    found = race({"plain": lambda: plain(x), "oneDNN": vendor, "ours": lambda: frozen(x)}, seconds)
+    rows = plait.compile(layer, (x,), options={"batch_invariant": True})
+    sides = {"plain": lambda: plain(x), "rows": lambda: rows(x), "oneDNN": vendor}
+    found = race({**sides, "ours": lambda: frozen(x)}, seconds)
     errors = [fn(x) for fn in (frozen, layer)]
     exact = layer.double()(x.double())
     speeds = "".join(f"{flops / t / 1e9:9.0f}" for t in found.values())
@@ -101,7 +105,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    print(f"{'':17}{'plain':>9}{'oneDNN':>9}{'ours':>9}{'error':>9}{'eager':>9}")
+    print(f"{'':17}{'plain':>9}{'rows':>9}{'oneDNN':>9}{'ours':>9}{'error':>9}{'eager':>9}")
     for name in (*ROWS, *IMAGES):
         if any(fnmatch.fnmatch(name, pattern) for pattern in args.names):
             print(measure(name, args.seconds), flush=True)

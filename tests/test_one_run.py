@@ -15,6 +15,7 @@ from plait.capture.flat_module import FunctionModule
 from plait.capture.python_state import same_program
 from plait.capture.trace import Traced, trace
 from plait.compat import export
+from plait.config import Config
 from plait.errors import Unsupported
 
 X, Y = torch.randn(4, 6), torch.randn(4, 6)
@@ -84,7 +85,7 @@ def traced(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> tuple[int, Trace
 
     module.forward = counted
     try:
-        made = trace(module, args, {}, None, "the test")
+        made = trace(module, args, {}, None, "the test", Config())
     finally:
         module.forward = forward
     return next(runs), made

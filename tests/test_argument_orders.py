@@ -15,7 +15,7 @@ from torch import Tensor
 
 import plait
 from plait.capture.dict_order import in_another_order
-from plait.errors import InputError, UserError
+from plait.errors import InputError, Unsupported
 
 A, B, C = torch.arange(3.0), torch.arange(3.0) + 5, torch.arange(3.0) * 7
 Run = Callable[..., Any]
@@ -142,12 +142,19 @@ def test_other_keys_and_containers_are_told(given: Any) -> None:
         run(given)
 
 
-def test_a_class_that_torch_does_not_know_is_told() -> None:
-    class Own(dict[str, Tensor]):
-        pass
+class Own(dict[str, Tensor]):
+    """Which torch does not know."""
 
-    with pytest.raises(UserError, match=r"argument 'd' is an object of class .*Own") as caught:
-        plait.compile(difference, (Own(a=A, b=B),))
+
+def test_a_class_that_torch_does_not_know_has_keys_in_any_order() -> None:
+    run = plait.compile(difference, (Own(a=A, b=B),))
+    for given in (Own(a=A, b=C), Own(b=C, a=A)):
+        assert torch.equal(run(given), difference(given))
+
+
+def test_a_package_takes_no_class_that_torch_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"an object of class .*Own among its arg") as caught:
+        plait.package(difference, tmp_path / "p.plait", (Own(a=A, b=B),))
     assert "register_pytree_node" in caught.value.hint
 
 

@@ -73,7 +73,7 @@ ASKED: dict[str, Callable[[Tensor], Tensor]] = {
     "context": raises_in_a_context,
     "number": counted,
     "loss": lambda x: F.gaussian_nll_loss(x, x * 2, x),
-    "distribution": lambda x: torch.distributions.Normal(x, x).log_prob(x),
+    "distribution": lambda x: torch.distributions.Normal(x, x, True).log_prob(x),
 }
 
 

@@ -83,9 +83,12 @@ def closed(tree: Any) -> Any:
     )
 
 
-def has_objects(spec: pytree.TreeSpec) -> bool:
-    """Whether an object stands in a tree of this structure."""
-    return spec.type is Opened or any(map(has_objects, spec.children()))
+def class_in(spec: pytree.TreeSpec) -> type | None:
+    """The class of the first object that a tree has such a node for."""
+    if spec.type is Opened:
+        cls: type = spec.context[0]
+        return cls
+    return next((found for child in spec.children() if (found := class_in(child))), None)
 
 
 def _parts(x: Any) -> Iterator[tuple[str, Any]]:

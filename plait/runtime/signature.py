@@ -21,7 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from plait.errors import InputError, Unsupported
-from plait.runtime.objects import closed, has_objects, opened
+from plait.runtime.objects import class_in, closed, opened
 
 
 class _Value:
@@ -179,7 +179,7 @@ def _with_trees(call: Callable[..., Any], signature: Signature) -> Callable[...,
     tensors = [i for i, x in enumerate(signature.leaves) if x is VALUE]
     constants = [(i, x) for i, x in enumerate(signature.leaves) if x is not VALUE]
     out_leaves, out_spec = signature.out_leaves, signature.out_spec
-    takes_objects, gives_objects = has_objects(signature.in_spec), has_objects(out_spec)
+    takes_objects, gives_objects = (class_in(s) is not None for s in (signature.in_spec, out_spec))
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         if tuple(kwargs) != signature.keywords and set(kwargs) == set(signature.keywords):
@@ -310,6 +310,13 @@ def _all_texts(items: Sequence[Any]) -> bool:
 
 
 def _dump_spec(spec: pytree.TreeSpec, what: str) -> Any:
+    if (cls := class_in(spec)) is not None:
+        raise Unsupported(
+            f"a package of a program with an object of class {cls.__module__}.{cls.__qualname__} "
+            f"among its {what}",
+            hint="tuples, lists and dicts, or torch.utils._pytree.register_pytree_node with a "
+            "serialized_type_name for the class",
+        )
     try:
         text = pytree.treespec_dumps(_without_return_types(spec))
         if _with_return_types(pytree.treespec_loads(text)) == spec:

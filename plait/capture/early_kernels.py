@@ -102,9 +102,8 @@ early_changes = early_kernels(_changed)
 """Inside, operands are looked at; interpolation and recurrent layers are kept whole where that is
 better."""
 _eager_kernels = early_kernels(_as_eager)  # the same, and what has kernels in eager stays whole
-_row_kernels = early_kernels(
-    partial(_changed, by_rows=True)
-)  # the same, but for layers that oneDNN computes by the batch
+# The same, but for layers that oneDNN computes by the batch.
+_row_kernels = early_kernels(partial(_changed, by_rows=True))
 
 
 def early_kernels_of(cfg: Config) -> Shared:

@@ -1,10 +1,10 @@
 """Sizes and element types of fake results that torch gets wrong.
 
-`correct` puts in shape functions of our own: for packed sequences, FlexAttention and `isin` (torch
-finds its shape by a choice of algorithms, which leaves a guard) in all versions, for some of which
-torch knows no shapes of sizes that vary (`fake_quantize`), for what counts and finds (`unique`,
-`bincount`) in torch 2.11 and 2.12. Inside `short_shapes` those of batch norms
-with given statistics and of some activations are short ones.
+`correct` puts in shape functions of our own. In all versions: for packed sequences, FlexAttention,
+`isin` (torch finds its shape by a choice of algorithms, which leaves a guard) and operators of
+which torch knows no shapes where sizes vary (`fake_quantize`). In torch 2.11 and 2.12: for what
+counts and finds (`unique`, `bincount`). Inside `short_shapes` those of batch norms with given
+statistics and of some activations are short ones.
 """
 
 from __future__ import annotations
@@ -83,11 +83,9 @@ def correct() -> None:
     for table in _TABLES:
         table.update(dict.fromkeys(_STATISTICS, _norm_statistics))
         table[aten.isin.Tensor_Tensor] = _isin
-    # Made of others it counts elements.
+    # What torch makes it of counts elements.
     backward: Any = aten.fake_quantize_per_channel_affine_cachemask_backward.default
-    backward.py_kernels[DispatchKey.CompositeImplicitAutograd] = (
-        torch.mul
-    )  # torch's counts elements
+    backward.py_kernels[DispatchKey.CompositeImplicitAutograd] = torch.mul
     backward._dispatch_cache.clear()
     flex: Any = torch.ops.higher_order.flex_attention
     if flex in registered_hop_fake_fns:

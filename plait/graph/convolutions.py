@@ -25,7 +25,7 @@ OF_ROWS = frozenset((unfold_patches, multiply_points))
 
 
 def before_packing(by_rows: bool) -> list[Callable[[GraphModule], int]]:
-    """The same where a CPU's convolutions are going to read packed filters, channels-last.
+    """Those that run where a CPU's convolutions are going to read packed filters, channels-last.
     by_rows: OF_ROWS alone."""
     packs = (channels_last, multiply_points)
     return [

@@ -31,7 +31,7 @@ from plait.config import Config
 from plait.errors import Fallback
 from plait.graph.captured import Captured, InputView
 from plait.graph.edit import shape_env_of
-from plait.runtime.toolchain import ISAS, detect_isa
+from plait.runtime.toolchain import detect_isa, isa_of
 
 _KINDS: dict[str, type] = {
     "dtype": torch.dtype,
@@ -108,10 +108,7 @@ def read_given(text: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Captured
     document = json.loads(text)
     if "no_text" in document:
         raise ValueError(document["no_text"])
-    isa = document["machine"]["isa"]
-    if isa not in ISAS:  # a machine's own; of another one the instructions that have a name
-        isa = "auto" if detect_isa().full_name == isa else isa.partition("+")[0]
-    cfg = Config(**{**document["config"], "isa": isa})
+    cfg = Config(**{**document["config"], "isa": isa_of(document["machine"]["isa"])})
     return _captured(document, tensors), cfg
 
 

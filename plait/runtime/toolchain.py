@@ -242,6 +242,14 @@ def detect_isa(wanted: str = "auto", cpuinfo: str = "/proc/cpuinfo") -> Isa:
     return replace(widest, bf16_pairs=True) if pairs else widest
 
 
+def isa_of(full_name: str) -> str:
+    """What to ask for to have the instructions of a machine that gave them this name: of another
+    machine those that all have."""
+    if full_name in ISAS:
+        return full_name
+    return "auto" if detect_isa().full_name == full_name else full_name.partition("+")[0]
+
+
 def check_isa(cfg: Config, cpuinfo: str = "/proc/cpuinfo") -> None:
     """Raises UserError if the instructions that cfg names are none of this machine's."""
     missing = set() if cfg.isa == "auto" else ISAS[cfg.isa].cpu - _cpu_flags(cpuinfo)

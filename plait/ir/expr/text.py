@@ -330,11 +330,6 @@ def keywords(call: ast.Call, known: tuple[str, ...] | None = None) -> dict[str, 
     return {k.arg: k.value for k in call.keywords if k.arg is not None}
 
 
-def said(call: ast.Call, name: str) -> bool | None:
-    """The same; None where the call says nothing of it."""
-    return flag_of(call, name) if any(k.arg == name for k in call.keywords) else None
-
-
 def flag_of(call: ast.Call, name: str) -> bool:
     """Whether a call has the keyword argument name=True."""
     for k in call.keywords:
@@ -343,6 +338,11 @@ def flag_of(call: ast.Call, name: str) -> bool:
                 return k.value.value
             raise wrong(k.value, "True or False")
     return False
+
+
+def said(call: ast.Call, name: str) -> bool | None:
+    """The same; None where the call says nothing of it."""
+    return flag_of(call, name) if any(k.arg == name for k in call.keywords) else None
 
 
 def read_literal(e: ast.expr) -> tuple[str, str] | None:

@@ -538,19 +538,6 @@ def _unit_strides(linear: LinearKernel) -> dict[Atom, int]:
     return votes
 
 
-def _row_strides(linear: LinearKernel) -> dict[Atom, int]:
-    """The same for one result: what differs from result to result counts no more than what is the
-    same for all."""
-    votes: dict[Atom, int] = {}
-    for offset, dtype in _accesses(linear):
-        used = expr.free_symbols(offset)
-        along = math.prod(_known(extent(r)) for r in linear.rvars if r in used)
-        for a in (*linear.vars, *linear.rvars):
-            if expr.is_contiguous(offset, a) and _known(extent(a)) > 1:
-                votes[a] = votes.get(a, 0) + dtype.nbytes * along
-    return votes
-
-
 def _scattered(linear: LinearKernel) -> Iterator[tuple[Size, DType, frozenset[Atom]]]:
     """Accesses at positions that are data, with the axes that these depend on."""
     accesses = [(offset_of(n), n.dtype) for n in walk(linear.roots()) if n.op == "load"]

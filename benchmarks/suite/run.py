@@ -37,7 +37,6 @@ from plait.log import progress
 VARIANTS = ("plait", "plait-graphs", "inductor", "inductor-graphs")
 TUNED = ("plait-max", "inductor-max")
 ON_CPU = ("plait", "inductor")
-RACES = (*VARIANTS, *TUNED)
 now = time.monotonic
 
 

@@ -1,7 +1,8 @@
 """The order of sums in kernels for a GPU of which rows keep their bits, with no GPU: `python -m
 tests.gpu_row_orders` compiles kernels up to Triton's own language, and fails where one adds up, or
 multiplies, more than two floats at once. In which order that is done Triton chooses by how a block
-is laid out, and that by what it knows of sizes and addresses.
+is laid out, and that by what it knows of sizes and addresses. Fails, too, where what is added to a
+product is what its sum starts with.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ def segments(x: Tensor) -> Tensor:
 
 def running(x: Tensor) -> list[Tensor]:
     return [x.cumsum(-1), x.cumprod(1), x.cummax(-1).values]
+
+
+def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.linear(x, w, b))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -126,6 +131,13 @@ def orders(text: str) -> list[tuple[str, int]]:
     return found
 
 
+def starts_at_zero(text: str) -> bool:
+    """Whether the sum of a product whose walk has one step does."""
+    zeros = re.findall(r"(%\w+) = arith\.constant dense<0\.0+e\+00>", text)
+    (start,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+)", text)
+    return start in zeros
+
+
 def main() -> None:
     """Command line: see the module's docstring."""
     n = 0
@@ -140,6 +152,10 @@ def main() -> None:
             for name, sums in found.items():
                 assert all(length == 2 for _, length in sums), f"{case}: {name}: {sums}"
             n += sum(map(len, found.values()))
+        for dtype in (HALF, torch.float32):
+            (job,) = jobs(layer, ((7, 24), (70, 24), (70,)), dtype)
+            text = in_tritons_language(job, Path(folder))
+            assert starts_at_zero(text), f"a bias is what a sum in {dtype} starts with"
     print(f"{n} sums of two")
 
 

@@ -456,6 +456,21 @@ def test_a_scale_of_a_group_is_loaded_once() -> None:
     assert "def p_spread(" in made.text
 
 
+def test_a_matrix_that_is_both_factors_is_stored() -> None:
+    """x (256, 256) @ x, of which a loop makes x: of bytes that it converts."""
+    p = program(KERNEL)
+    k, j = loop_vars("i", (256, 256))
+    loop = Pointwise("x", (k, j), cast(node("load", (), Load("codes", (k, j)), i8), bf16))
+    x = buffer("x", 256, 256)
+    whole = TensorArg("x", x.shape, x.strides, 0)
+    given = {"codes": buffer("codes", 256, 256, dtype=i8), "x": x, "y": buffer("y", 256, 256)}
+    call = replace(call_of(p), args=(whole, whole))
+    y = TensorArg("y", (256, 256), (256, 1), 0)
+    p = replace(p, inputs=("codes",), buffers=given, ops=(loop, call), outputs=(y,))
+    verify(p, "test")
+    assert join_operands(p, Bodies()) == p
+
+
 @pytest.mark.parametrize("how", ["returned", "checked"])
 def test_a_matrix_that_others_need_is_stored(how: str) -> None:
     p = converted(returned=how == "returned", checked=how == "checked")

@@ -36,13 +36,11 @@ def _joined(node: Node, x: Any, bias: Any) -> bool:
     n, made, added = value_of(product).shape[-1], value_of(node), value_of(bias)
     if type(n) is not int or made.dtype not in _SHORT or added.dtype != made.dtype:
         return False
-    if added.dim() == 0 or added.shape[-1] != n or added.numel() != n:
+    # Of more dimensions, it may be what a layer adds to its only row.
+    if added.shape != (n,) or made.shape[-1] != n or not same_layout(value_of(x), made):
         return False
-    if made.dim() < added.dim() or not same_layout(value_of(x), made) or made.shape[-1] != n:
-        return False
-    row = bias if added.dim() == 1 else insert(node, bias, aten.view.default, [n])
     op = aten.addmm.default if product.target is aten.mm.default else aten.baddbmm.default
-    joined = insert(node, row, op, *product.args)
+    joined = insert(node, bias, op, *product.args)
     for view in reversed(views):
         joined = insert(node, joined, aten.view.default, *view.args[1:])
     replace(node, joined)

@@ -142,7 +142,7 @@ class Maker:
         x = named[-1] if self.rng.random() < 0.75 else self.rng.choice(named)
         kinds = (
             self._unary, self._along, self._along, self._gone, self._view, self._view,
-            self._weighted, self._weighted, self._other, self._linear, self._linear, self._matmul,
+            self._weighted, self._residual, self._other, self._linear, self._linear, self._matmul,
             self._attention, self._image, self._cast, self._norm, self._norm,
         )  # fmt: skip
         while not self.rng.choice(kinds)(x):
@@ -195,6 +195,17 @@ class Maker:
         b = self._weight((n,), dtype) if self.rng.random() < 0.5 else "None"
         return self._add(f"F.linear({x}, {w}, {b})")
 
+    def _residual(self, x: str) -> bool:
+        """What a layer adds to its input; of one row that has as many elements as a bias."""
+        v = self.values[x]
+        dtype, k = str(v.dtype)[6:], v.shape[-1]
+        if k > 128:
+            return False
+        w, u = self._weight((2 * k, k), dtype), self._weight((k, 2 * k), dtype)
+        b = self._weight((k,), dtype) if self.rng.random() < 0.3 else "None"
+        ways = (f"F.linear(F.gelu(F.linear({x}, {w})), {u}, {b})", f"({x} @ {w}.mT) @ {u}.mT")
+        return self._add(f"{x} {self.rng.choice('+-')} {self.rng.choice(ways)}")
+
     def _matmul(self, x: str) -> bool:
         v = self.values[x]
         if v.dim() < 3:
@@ -236,7 +247,7 @@ class Maker:
         n, dtype = v.shape[-1], str(v.dtype)[6:]
         w, b = self._weight((n,), dtype), self._weight((n,), dtype)
         ways = [f"F.layer_norm({x}, ({n},), {w}, {b})", f"F.rms_norm({x}, ({n},), {w})"]
-        if v.dim() > 2 and v.shape[1] % 2 == 0:
+        if v.dim() > 2 and v.shape[1] % 2 == 0 and v[0].numel() > 2:
             ways.append(f"F.group_norm({x}, 2)")
         return self._add(self.rng.choice(ways))
 

@@ -43,6 +43,6 @@ def described_product(
         for step in tl.range(0, tl.cdiv(k, depth), num_stages=stages):
             x = x_tiles.load([row, step * depth])
             y = y_tiles.load([column, step * depth])
-            sums = tl.dot(x, y.T, sums, out_dtype=kind)
+            sums = add_product(sums, x, y.T, "ieee")
         i = row + tl.arange(0, rows)[:, None]
         finish_by_pieces(sums, piece, i, column, m, n, given, outs)

@@ -72,6 +72,18 @@ def are_aligned(outs):
 
 
 @triton.jit
+def add_product(sums, x, y, precision: tl.constexpr):
+    """sums + x @ y. Of a walk of one step Triton would start the sum with what is added to it
+    later, such as a bias, and so round otherwise than where that is added by another kernel; it
+    does not where a number of imprecise additions is given, which is of use to 8 bits alone."""
+    if x.dtype.primitive_bitwidth == 8:
+        sums = tl.dot(x, y, sums, input_precision=precision, out_dtype=sums.dtype)
+    else:
+        sums = tl.dot(x, y, sums, precision, max_num_imprecise_acc=1, out_dtype=sums.dtype)
+    return sums
+
+
+@triton.jit
 def first_of_pair(q, half: tl.constexpr):
     """The first column of pair q."""
     return q // half * (2 * half) + q % half
@@ -150,7 +162,7 @@ def product(
                 )
             if precision == "tf32":
                 x, y = p_tf32(x), p_tf32(y)
-            sums = tl.dot(y, x, sums, input_precision=precision, out_dtype=kind)
+            sums = add_product(sums, y, x, precision)
         else:
             x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
             if made:
@@ -169,7 +181,7 @@ def product(
                 )
             if precision == "tf32":
                 x, y = p_tf32(x), p_tf32(y)
-            sums = tl.dot(x, y, sums, input_precision=precision, out_dtype=kind)
+            sums = add_product(sums, x, y, precision)
         x_at += depth * left_strides[2]
         y_at += depth * right_strides[1]
     if turned:

@@ -204,8 +204,14 @@ def check(
     return records
 
 
-VERSIONS = (r"described_product\(", r" product\(.*kinds=8")
-"""Of the kernel of a large product, which are chosen by measuring."""
+VOCABULARY = CASES["vocabulary of many rows"]
+BY_ROWS = Case(lambda x, w, b: (x @ w + b).relu(), ((1100, 136), (136, 520), (520,)), 1)
+VERSIONS = {
+    r"described_product\(.*across=False": VOCABULARY,
+    r" product\(.*kinds=8": VOCABULARY,
+    r"described_product\(.*across=True": BY_ROWS,
+}
+"""Of the kernel of a large product, which are chosen by measuring, and a program with it."""
 
 
 def check_version(version: str, wrapper: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +225,7 @@ def check_version(version: str, wrapper: str, device: str, monkeypatch: pytest.M
         ]
 
     monkeypatch.setattr("plait.kernel.triton.target.tune", tuned)
-    case = CASES["vocabulary of many rows"]
-    (record,) = check(case, wrapper, device, wrapper != "fx", autotune=True)
+    (record,) = check(VERSIONS[version], wrapper, device, wrapper != "fx", autotune=True)
     assert re.search(version, record.kernel_source), record.kernel_source
 
 

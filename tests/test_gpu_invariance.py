@@ -77,6 +77,14 @@ def test_products(widths: tuple[int, int], tokens: int, dtype: torch.dtype) -> N
     assert not differing(mlp, [x], fixed)
 
 
+@pytest.mark.parametrize("widths", [(768, 2304), (100, 37)])
+def test_products_by_rows_of_weights(widths: tuple[int, int]) -> None:
+    """In tiles of two kinds: all rows, and some, which are loaded by descriptors or not."""
+    x = rand(COUNTS[0], 65, widths[0], dtype=HALF)
+    fixed = [rand(*s, dtype=HALF) / 16 for s in (widths, widths[1:])]
+    assert not differing(lambda x, w, b: F.gelu(x @ w + b), [x], fixed)
+
+
 def test_products_in_tf32() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:

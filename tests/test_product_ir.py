@@ -491,18 +491,19 @@ WIDE = Cut(128, 256, 64)
 
 
 def large(
-    m: int, n: int, *, gpu: str = "sm_90", aligned: bool = True, cut: Cut = WIDE, half: int = 0
-) -> UserKernel:
-    """All versions of a large product with columns of w far apart."""
+    m: int, n: int, *, gpu: str = "sm_90", aligned: bool = True, cut: Cut = WIDE, half: int = 0,
+    across: bool = False, tunes: bool = True, by_row: bool = False,
+) -> UserKernel:  # fmt: skip
+    """All versions of a large product with columns of w far apart, or across: with its rows."""
     out = tuple(symbol(name, extent=e) for name, e in zip("pbij", (1, 1, m, n), strict=True))
     result = Pointwise("y", out, cast(BESIDE.body if half else LOADED, bf16), out[2:])
     kernel = Product("product.2", (result,), cut, half=half)
     x, y = buffer("x", m, 256), buffer("y", m, n)
-    w = replace(buffer("w", 256, n), strides=(1, 256))
+    w = replace(buffer("w", 256, n), strides=(n, 1) if across else (1, 256))
     args = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in (x, w))
     call = Extern(("y",), "aten::matmul", args, may_keep=False, kernel=kernel, fallback=False)
-    around, buffers = Around(aligned=aligned), {b.name: b for b in (x, w, y)}
-    made = write_product(call, buffers, GPUS[gpu], around, tunes=True).kernel
+    around = Around(aligned=aligned, by_row=by_row)
+    made = write_product(call, {b.name: b for b in (x, w, y)}, GPUS[gpu], around, tunes).kernel
     assert isinstance(made, UserKernel)
     return made
 
@@ -532,6 +533,8 @@ def test_factors_are_described_where_they_are_aligned() -> None:
         (large(2048, 512), True),
         (large(2048, 512, gpu="sm_80"), False),
         (large(2048, 512, aligned=False), False),
+        (large(2048, 512, across=True), True),
+        (large(2048, 516, across=True), False),  # rows of it are 8 bytes off
     ):
         found = [v for v in made.variants if "described_product(" in v.call]
         assert bool(found) == ("def described_product" in made.text) == able
@@ -540,3 +543,10 @@ def test_factors_are_described_where_they_are_aligned() -> None:
     assert ["described" in call for call in narrow] == [False, True], "numbers are written apart"
     grids = {v.grid for v in large(2048, 50257).variants if "described" in v.call}
     assert grids == {132, 264}, "programs stay"
+
+
+@pytest.mark.parametrize(("n", "stays"), [(768, False), (3072, True)])
+def test_programs_stay_where_there_are_more_tiles_than_multiprocessors(n: int, stays: bool) -> None:
+    for cut in (Cut(128, 128, 64), Cut(64, 256, 64)):
+        (made,) = large(2048, n, cut=cut, across=True, tunes=False, by_row=True).variants
+        assert ("described" in made.call) == (stays or cut.columns > 128)

@@ -2,8 +2,10 @@
 behind that of product.py, with functions that it calls. It is not imported.
 
 As many programs as the device holds take tiles of the result, one after the other; the loads of the
-next tile are under way while one is finished. Factors have sums along k side by side, and are
-loaded by descriptors (TMA). Arguments and constants are those of product.py, and
+next tile are under way while one is finished. Factors are loaded by descriptors (TMA): the left one
+has rows side by side in memory, the right one columns, or rows. Arguments and constants are those
+of product.py, and
+across: the right factor has rows side by side in memory
 piece: columns of a tile that are finished at once
 """
 
@@ -30,11 +32,14 @@ def finish_by_pieces(sums, piece: tl.constexpr, i, column, m, n, given, outs):
 def described_product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, stages: tl.constexpr, whole: tl.constexpr,
-    group: tl.constexpr, piece: tl.constexpr,
+    group: tl.constexpr, piece: tl.constexpr, across: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = tl.int32 if whole else tl.float32
     x_tiles = tl.make_tensor_descriptor(left, [m, k], [left_strides[1], 1], [rows, depth])
-    y_tiles = tl.make_tensor_descriptor(right, [n, k], [right_strides[2], 1], [columns, depth])
+    if across:
+        y_tiles = tl.make_tensor_descriptor(right, [k, n], [right_strides[1], 1], [depth, columns])
+    else:
+        y_tiles = tl.make_tensor_descriptor(right, [n, k], [right_strides[2], 1], [columns, depth])
     wide, high = tl.cdiv(n, columns), tl.cdiv(m, rows)
     for t in tl.range(tl.program_id(0), wide * high, tl.num_programs(0), flatten=True):
         row, column = tile_at(t, wide, high, group)
@@ -42,7 +47,10 @@ def described_product(
         sums = tl.zeros((rows, columns), kind)
         for step in tl.range(0, tl.cdiv(k, depth), num_stages=stages):
             x = x_tiles.load([row, step * depth])
-            y = y_tiles.load([column, step * depth])
-            sums = add_product(sums, x, y.T, "ieee")
+            if across:
+                y = y_tiles.load([step * depth, column])
+            else:
+                y = y_tiles.load([column, step * depth]).T
+            sums = add_product(sums, x, y, "ieee")
         i = row + tl.arange(0, rows)[:, None]
         finish_by_pieces(sums, piece, i, column, m, n, given, outs)

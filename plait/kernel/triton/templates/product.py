@@ -76,11 +76,8 @@ def add_product(sums, x, y, precision: tl.constexpr):
     """sums + x @ y. Of a walk of one step Triton would start the sum with what is added to it
     later, such as a bias, and so round otherwise than where that is added by another kernel; it
     does not where a number of imprecise additions is given, which is of use to 8 bits alone."""
-    if x.dtype.primitive_bitwidth == 8:
-        sums = tl.dot(x, y, sums, input_precision=precision, out_dtype=sums.dtype)
-    else:
-        sums = tl.dot(x, y, sums, precision, max_num_imprecise_acc=1, out_dtype=sums.dtype)
-    return sums
+    most: tl.constexpr = None if x.dtype.primitive_bitwidth == 8 else 1
+    return tl.dot(x, y, sums, precision, max_num_imprecise_acc=most, out_dtype=sums.dtype)
 
 
 @triton.jit

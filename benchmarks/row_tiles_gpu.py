@@ -1,0 +1,111 @@
+"""Tiles of products whose rows keep their bits, on a GPU, in bfloat16: `python -m
+benchmarks.row_tiles_gpu`. Prints microseconds of each tile for each shape, eager's first (the
+vendor's kernel), and fails where one tile has other bits than another.
+
+Shapes are those of GPT-2 and Llama; across: the right factor has its rows side by side in memory. A
+tile is rows x columns, warps, stages, and "stays" where programs take one tile after the other and
+load by descriptors. Times are the least of a CUDA graph of 24 calls with four sets of factors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import plait.kernel.triton.product as written
+import plait.lower.product as lowered
+from plait.ir.product import Cut
+
+SHAPES = {
+    "gpt2 qkv": (2048, 2304, 768, True), "gpt2 proj": (2048, 768, 768, True),
+    "gpt2 up": (2048, 3072, 768, True), "gpt2 down": (2048, 768, 3072, True),
+    "llama gate": (1024, 5632, 2048, False), "llama q": (1024, 2048, 2048, False),
+    "llama down": (1024, 2048, 5632, False), "llama logits": (1024, 32000, 2048, False),
+}  # fmt: skip
+"""Rows, columns and length of sums, and whether the right factor lies across."""
+STAYING = (
+    (128, 256, 8, 4), (128, 128, 8, 5), (128, 128, 8, 4), (128, 128, 4, 4), (256, 128, 8, 3),
+    (64, 256, 4, 4),
+)  # fmt: skip
+OTHERS = ((128, 128, 8, 4), (64, 128, 4, 6), (64, 64, 4, 6))
+CALLS, ROUNDS = 24, 12
+
+
+def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, w, b)
+
+
+def layer_across(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return torch.addmm(b, x, w)
+
+
+def graph_of(fn: Callable[..., Tensor], args: list[tuple[Tensor, ...]]) -> torch.cuda.CUDAGraph:
+    """Of calls with each of the arguments in turn."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        fn(*args[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for some in itertools.islice(itertools.cycle(args), CALLS):
+                fn(*some)
+    return graph
+
+
+def least_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Of one of its calls."""
+    found = []
+    for _ in range(ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / CALLS * 1e3)
+    return min(found)
+
+
+def by_tile(
+    fn: Callable[..., Tensor], tile: tuple[int, int, int, int], stays: bool, folder: str
+) -> Any:
+    """The function, compiled with one tile for all products."""
+    rows, columns, warps, stages = tile
+    cut = Cut(rows, columns, 64)
+    version = written._Version(cut, warps, stages, described=stays)
+    setattr(lowered, "_row_tile", lambda *_: cut)  # noqa: B010
+    setattr(written._Writer, "_wanted", lambda _: [version])  # noqa: B010
+    torch._dynamo.reset()
+    options = {"batch_invariant": True, "strict": True, "cache_dir": folder}
+    return torch.compile(fn, backend="plait", dynamic=False, options=options)
+
+
+def main() -> None:
+    """Command line: see the module's docstring."""
+    tiles = [(t, True) for t in STAYING] + [(t, False) for t in OTHERS]
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for name, (m, n, k, across) in SHAPES.items():
+            fn, args = layer_across if across else layer, []
+            for _ in range(4):
+                sizes = (m, k), (k, n) if across else (n, k), (n,)
+                x, w, b = (torch.randn(s, device="cuda").bfloat16() for s in sizes)
+                args.append((x, w / 32, b))
+            words, bits = [f"eager {least_us(graph_of(fn, args)):.1f}"], None
+            for number, (tile, stays) in enumerate(tiles):
+                run = by_tile(fn, tile, stays, f"{folder}/{name}/{number}")
+                got = run(*args[0]).clone()
+                assert bits is None or torch.equal(got, bits), f"{name}: {tile} has other bits"
+                bits = got
+                rows, columns, *rest = tile
+                how = " stays" if stays else ""
+                words.append(f"{rows}x{columns}{rest}{how} {least_us(graph_of(run, args)):.1f}")
+            print(f"{name} {m}x{n}x{k}: {', '.join(words)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -77,6 +77,24 @@ def test_products(widths: tuple[int, int], tokens: int, dtype: torch.dtype) -> N
     assert not differing(mlp, [x], fixed)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("side", [7, 8])
+def test_images(side: int, last: bool, dtype: torch.dtype) -> None:
+    """Each is convolved by itself, by the same kernel wherever it lies; the batch is no number that
+    varies."""
+    layers = nn.Conv2d(8, 24, 3, groups=4), nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 40, 1)
+    net = nn.Sequential(*layers, nn.ConvTranspose2d(40, 12, 4, 2, 1)).to("cuda", dtype).eval()
+    x = rand(7, 8, side, side, dtype=dtype)
+    if last:
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        want = compiled(net, False)(x)
+        for k in range(7):
+            one = x[k : k + 1].clone(memory_format=torch.preserve_format)
+            assert same(compiled(net, False)(one)[0], want[k]), k
+
+
 @pytest.mark.parametrize("widths", [(768, 2304), (100, 37)])
 def test_products_by_rows_of_weights(widths: tuple[int, int]) -> None:
     """In tiles of two kinds: all rows, and some, which are loaded by descriptors or not."""

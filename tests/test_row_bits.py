@@ -20,6 +20,7 @@ from plait import compat
 from plait.compile import compile_texts
 from plait.config import Config
 from plait.graph.captured import Captured
+from plait.wrapper.instructions import CallExtern, Literal, Ref, View, WrapperProgram
 from tests.test_triton_kernels import needs_triton, run
 
 Program = Callable[..., Any]
@@ -27,15 +28,22 @@ FEW, MANY = 1, 4096
 ALL = torch.finfo(torch.float32).min
 
 
-def source(fn: Program, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> str:
-    """The kernels of a function of tensors on a GPU."""
+def program(
+    fn: Program, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> tuple[WrapperProgram, str]:
+    """A function of tensors on a GPU: what it does, and its kernels."""
     with FakeTensorMode(), torch.no_grad():
         xs = [torch.empty(s, device="cuda", dtype=dtype) for s in shapes]
         table = compat.decompositions.decomposition_table()
         graph = make_fx(torch.func.functionalize(fn), table)(*xs)
     cfg = Config(gpu_arch="sm_90", verify=True, batch_invariant=True)
-    _, made = compile_texts(Captured(graph, "rows_0", "inference"), cfg)
-    return made.sources["cuda"].text
+    wrapper, made = compile_texts(Captured(graph, "rows_0", "inference"), cfg)
+    return wrapper, made.sources["cuda"].text
+
+
+def source(fn: Program, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> str:
+    """The kernels of a function of tensors on a GPU."""
+    return program(fn, *shapes, dtype=dtype)[1]
 
 
 def compiled(fn: Program, dynamic: bool = False) -> Program:
@@ -136,6 +144,24 @@ def test_what_sizes_divide_by_is_the_same_where_they_are_known() -> None:
     assert quotients(lambda x, y: x.mean(-1)) == ["tl.div_rn"]
     (near,) = quotients(lambda x, y: x / y)
     assert near != "tl.div_rn"
+
+
+# ------------------------------------------------------------------------------------------- images
+@pytest.mark.parametrize(("side", "copied"), [(7, 1), (8, 0)])
+def test_images_are_convolved_alike(side: int, copied: int) -> None:
+    """By kernels that add in one order, which the vendor chooses by where an image starts too: one
+    that is not at a multiple of 64 bytes is copied."""
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return F.conv2d(x.relu(), w, padding=1, groups=4)
+
+    wrapper, _ = program(fn, (3, 8, side, side), (16, 2, 3, 3))
+    calls = [i for i in wrapper.body if isinstance(i, CallExtern)]
+    deterministic = [i.text for i in (call.args[10] for call in calls) if isinstance(i, Literal)]
+    assert [c.op for c in calls] == ["aten::_convolution"] * 3 and deterministic == ["True"] * 3
+    views = {i.name for i in wrapper.body if isinstance(i, View)}
+    found = [call.args[0] for call in calls]
+    assert sum(isinstance(x, Ref) and x.name not in views for x in found) == copied
 
 
 # ----------------------------------------------------------------------------------------- products

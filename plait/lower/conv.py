@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from plait.graph.conv_cost import most_taps
+from plait.graph.memory_format import rounds_float32
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, bounds, contiguous_strides, product
 from plait.ir.loops import Node
@@ -22,8 +23,11 @@ from plait.lower.dtypes import compute_dtype
 from plait.lower.elementwise import inside, load_if, result
 from plait.lower.extern import call_extern, call_op
 from plait.lower.host_attention import host_attention
+from plait.lower.memory import aligned
+from plait.lower.operands import fake_strides
 
 aten = torch.ops.aten
+_ALIGNED = 64  # bytes up to which cuDNN asks
 
 
 @lower(aten.convolution.default)
@@ -43,8 +47,21 @@ def convolution(
     apart = bias if kernels and x.dtype in (f16, bf16, f32) else None
     inside = None if apart is not None else bias
     args = (x, weight, inside, stride, padding, dilation, transposed, output_padding, groups)
-    out = call_extern(ctx, args, {}, flops=flops)
+    if ctx.cfg.batch_invariant and ctx.facts().streams:
+        out = _repeatable(ctx, args, flops)
+    else:
+        out = call_extern(ctx, args, {}, flops=flops)
     return out if apart is None else _biased(ctx, out, apart)
+
+
+def _repeatable(ctx: Lowering, args: Sequence[Any], flops: Size) -> Any:
+    """A call whose bits are the same each time and at any place of a batch: cuDNN chooses its
+    kernels by where an image starts, and some of them add in any order."""
+    image, *rest = ctx.node.args
+    given = (aligned(ctx, args[0], fake_strides(image), _ALIGNED), *args[1:])
+    flags = (False, True, torch.backends.cudnn.enabled, rounds_float32())
+    op, val = aten._convolution.default, ctx.node.meta["val"]
+    return call_op(ctx, op, (*given, *flags), {}, val, given=((image, *rest), {}), flops=flops)
 
 
 def _is_loop(ctx: Lowering, x: View, weight: View, stride: Sequence[Size]) -> bool:

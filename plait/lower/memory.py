@@ -84,6 +84,15 @@ def _linear(
     return tuple(strides), rest
 
 
+def aligned(ctx: Lowering, x: View, strides: tuple[Size, ...] | None, nbytes: int) -> View:
+    """x, or a copy with these strides, where x may begin in its buffer at another place than a
+    multiple of so many bytes."""
+    found = _described(ctx, x)
+    if found is None or type(found.offset) is int and found.offset * x.dtype.nbytes % nbytes == 0:
+        return x
+    return copy(ctx, x, strides, fixed=True)
+
+
 def strided(ctx: Lowering, x: View) -> TensorArg | None:
     """x as strides and an offset into its buffer (whose layout is fixed by this), or None where
     no strides describe it."""

@@ -31,7 +31,7 @@ SHAPES = {
 """Rows, columns and length of sums, and whether the right factor lies across."""
 STAYING = (
     (128, 256, 8, 4), (128, 128, 8, 5), (128, 128, 8, 4), (128, 128, 4, 4), (256, 128, 8, 3),
-    (64, 256, 4, 4),
+    (64, 256, 4, 4), (64, 256, 8, 4),
 )  # fmt: skip
 OTHERS = ((128, 128, 8, 4), (64, 128, 4, 6), (64, 64, 4, 6))
 CALLS, ROUNDS = 24, 12

@@ -17,7 +17,7 @@ PRODUCT = "product"
 integers of 8 bits, of no dimension."""
 PARTNER = "partner"
 """The same of the element beside it in a pair: of columns that are `Product.half` apart."""
-_LARGE = 128 * 128
+_LARGE_ROWS = 128
 RIGHT = "right"
 """What the elements of a right matrix load of the second operand."""
 
@@ -44,7 +44,7 @@ class Cut:
     @property
     def is_large(self) -> bool:
         """Whether tiles are those of a product that takes all of a device for long."""
-        return self.rows * self.columns >= _LARGE
+        return self.rows >= _LARGE_ROWS
 
     def fault(self) -> str:
         """What is wrong with it, in words; "" if nothing is."""

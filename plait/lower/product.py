@@ -53,13 +53,9 @@ _MEDIUM = (
 )  # fmt: skip
 """Rows, columns and depth of tiles, and how many there are at least: fewer leave multiprocessors
 idle that smaller ones do not."""
-_ROW_TILES = ((128, 128, 64, 1.0), (64, 128, 64, 0.65), (64, 64, 128, 0.44))
+_ROW_TILES = ((128, 256, 64, 1.88), (128, 128, 64, 1.0), (64, 128, 64, 0.65), (64, 64, 128, 0.44))
 """Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes
-(H200, benchmarks/row_tiles_gpu.py)."""
-_FAR_TILE = (128, 256, 64, 1.88)
-_ACROSS_TILE = (64, 256, 64, 0.93)
-"""Those that are fast where programs load by descriptors: sums along memory in both factors; or
-the rows of the right one, where there are more tiles than multiprocessors."""
+(H200, benchmarks/row_tiles_gpu.py). The first is fast where programs load by descriptors."""
 _FEW_WIDE = 36  # tiles of 64 columns from which on narrower ones are slower, at few rows
 _LEAST_STEP = 16  # along k
 _ALIGNED = 16  # bytes that rows start at multiples of
@@ -123,9 +119,8 @@ def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
     if 0 in shapes or b.shape[-1] == 1 or is_refused(ctx.node):
         return None
     *batch, m, n = map(compat.tracing.hint_of, ctx.node.meta["val"].shape)
-    row = step_along(ctx, a, len(a.shape) - 1) == 1
-    across, far = (row and step_along(ctx, b, len(b.shape) - d) == 1 for d in (1, 2))
-    found = _row_tile(math.prod(batch), m, n, far, across)
+    far = step_along(ctx, a, len(a.shape) - 1) == step_along(ctx, b, len(b.shape) - 2) == 1
+    found = _row_tile(math.prod(batch), m, n, far)
     if a.dtype != f32:
         return found
     if is_rounded():
@@ -134,24 +129,20 @@ def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
     return Cut(min(found.rows, 64), min(found.columns, 64), 32)  # without tensor cores
 
 
-def _row_tile(batch: int, m: int, n: int, far: bool, across: bool) -> Cut:
+def _row_tile(batch: int, m: int, n: int, far: bool) -> Cut:
     """The tile of products of m rows and n columns. No bit depends on it: it may follow how many
     there are (H200: every tile, number of warps and instruction of tensor cores gives the same).
-    far: numbers of a sum lie side by side in both factors. across: in the left one, and numbers of
-    a row in the right one."""
+    far: numbers of a sum lie side by side in both factors."""
     if m <= _FEW_ROWS:
         wide = batch * -(-n // 64) >= _FEW_WIDE or not far
         return Cut(_power(m), 64, 128) if wide else Cut(min(32, _power(m)), 16, 256)
 
-    def rounds(tile: tuple[int, int, int, float]) -> int:
-        """Tiles that a multiprocessor takes one after the other."""
-        rows, columns, *_ = tile
-        return -(-batch * -(-m // rows) * -(-n // columns) // _MULTIPROCESSORS)
+    def cost(tile: tuple[int, int, int, float]) -> float:
+        rows, columns, _, time = tile
+        return time * -(-batch * -(-m // rows) * -(-n // columns) // _MULTIPROCESSORS)
 
-    tiles = [*_ROW_TILES]
-    if batch == 1 and (far or (across and rounds(_ACROSS_TILE) > 1)):
-        tiles.append(_FAR_TILE if far else _ACROSS_TILE)
-    rows, columns, depth, _ = min(tiles, key=lambda tile: tile[-1] * rounds(tile))
+    tiles = _ROW_TILES if far and batch == 1 else _ROW_TILES[1:]  # by descriptors alone
+    rows, columns, depth, _ = min(tiles, key=cost)
     return Cut(rows, columns, depth)
 
 
@@ -310,7 +301,7 @@ def launch_grouped(ctx: Lowering, a: View, b: View, ends: View) -> View | None:
         return None
     how: Cut | None
     if ctx.cfg.batch_invariant:  # whoever has the rows
-        how = _row_tile(matrices, min(_FEW_ROWS, -(-m // matrices)), n, far=True, across=False)
+        how = _row_tile(matrices, min(_FEW_ROWS, -(-m // matrices)), n, True)
     else:
         how = cut_of(matrices, m, n, k)
         if m > _FEW_ROWS or how is None or n < _LEAST_COLUMNS or k < _LEAST_DEPTH:

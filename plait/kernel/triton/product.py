@@ -56,7 +56,7 @@ _LARGE_TILES = (
 numbers of 16 bits."""
 _DESCRIBED_TILES = (
     (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 4, 3),
-    (128, 128, 64, 8, 5), (64, 256, 64, 4, 4),
+    (128, 128, 64, 8, 5),
 )  # fmt: skip
 """The same of programs that load by descriptors."""
 _MANY_STAGES, _FEW_COLUMNS = 6, 32

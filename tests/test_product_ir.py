@@ -11,7 +11,7 @@ import pytest
 from plait.errors import InternalError
 from plait.ir.calls import Extern, Operator, Rival, TensorArg, UserKernel
 from plait.ir.checks import OUT_OF_RANGE, Bound
-from plait.ir.dtypes import bf16, f32, i8, i64
+from plait.ir.dtypes import DType, bf16, f32, i8, i64
 from plait.ir.expr import Expr, Size, symbol
 from plait.ir.loops import (
     Buffer,
@@ -492,14 +492,14 @@ WIDE = Cut(128, 256, 64)
 
 def large(
     m: int, n: int, *, gpu: str = "sm_90", aligned: bool = True, cut: Cut = WIDE, half: int = 0,
-    across: bool = False, tunes: bool = True, by_row: bool = False,
+    across: bool = False, tunes: bool = True, by_row: bool = False, dtype: DType = bf16,
 ) -> UserKernel:  # fmt: skip
     """All versions of a large product with columns of w far apart, or across: with its rows."""
     out = tuple(symbol(name, extent=e) for name, e in zip("pbij", (1, 1, m, n), strict=True))
     result = Pointwise("y", out, cast(BESIDE.body if half else LOADED, bf16), out[2:])
     kernel = Product("product.2", (result,), cut, half=half)
-    x, y = buffer("x", m, 256), buffer("y", m, n)
-    w = replace(buffer("w", 256, n), strides=(n, 1) if across else (1, 256))
+    x, y = buffer("x", m, 256, dtype=dtype), buffer("y", m, n)
+    w = replace(buffer("w", 256, n, dtype=dtype), strides=(n, 1) if across else (1, 256))
     args = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in (x, w))
     call = Extern(("y",), "aten::matmul", args, may_keep=False, kernel=kernel, fallback=False)
     around = Around(aligned=aligned, by_row=by_row)
@@ -535,6 +535,8 @@ def test_factors_are_described_where_they_are_aligned() -> None:
         (large(2048, 512, aligned=False), False),
         (large(2048, 512, across=True), True),
         (large(2048, 516, across=True), False),  # rows of it are 8 bytes off
+        (large(2048, 512, dtype=i8), True),
+        (large(2048, 512, across=True, dtype=i8), False),
     ):
         found = [v for v in made.variants if "described_product(" in v.call]
         assert bool(found) == ("def described_product" in made.text) == able

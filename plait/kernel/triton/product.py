@@ -303,14 +303,15 @@ class _Writer(Writer):
         return isinstance(tiles, int) and tiles > self.around.multiprocessors
 
     def _is_described(self) -> bool:
-        """Whether programs can load the factors by descriptors."""
+        """Whether programs can load the factors by descriptors. Tensor cores take rows of the right
+        one as they lie if numbers have 16 bits."""
         left, right = self.tensors[:2]
         known = [n for n in (*left.shape, *left.strides, *right.strides) if isinstance(n, int)]
         if len(known) != 6 or not isinstance(right.shape[1], int):
             return False
-        _, _, row, one, *steps = known
-        far = one == min(steps) == 1
-        even = all(n and n * self._factor_nbytes % _LINE == 0 for n in (row, max(steps)))
+        _, _, row, one, down, along = known
+        far = one == 1 and (down == 1 or (along == 1 and self._factor_nbytes == 2))
+        even = all(n and n * self._factor_nbytes % _LINE == 0 for n in (row, max(down, along)))
         able = DIALECTS[self.gpu.backend].has_descriptors(self.gpu) and self._cut.parts == 1
         plain = self.product.right is None and not self.product.half and not self._rounds
         return able and far and even and self.around.aligned and plain

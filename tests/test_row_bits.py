@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from plait import compat
+from plait.compat import precision
 from plait.compile import compile_texts
 from plait.config import Config
 from plait.graph.captured import Captured
@@ -162,6 +163,19 @@ def test_images_are_convolved_alike(side: int, copied: int) -> None:
     views = {i.name for i in wrapper.body if isinstance(i, View)}
     found = [call.args[0] for call in calls]
     assert sum(isinstance(x, Ref) and x.name not in views for x in found) == copied
+
+
+@pytest.mark.parametrize("how", ["ieee", "tf32"])
+def test_how_images_are_convolved_is_asked_for_once_more(how: str) -> None:
+    """By a guard: a call of the operator that eager calls would see the user's flag itself."""
+    flags = {"cuda conv": how}
+    with precision.noting_flags(flags):
+        wrapper, _ = program(lambda x, w: F.conv2d(x, w).relu(), (1, 8, 9, 9), (16, 8, 3, 3))
+    (call,) = [i for i in wrapper.body if isinstance(i, CallExtern)]
+    assert call.args[12] == Literal("bool", str(how == "tf32"))
+    with precision.noting_flags(noted := {}):
+        program(lambda x, w: F.conv2d(x, w).relu(), (1, 8, 9, 9), (16, 8, 3, 3))
+    assert [*noted] == ["cuda conv"]
 
 
 # ----------------------------------------------------------------------------------------- products

@@ -24,7 +24,7 @@ _noted: ContextVar[Flags | None] = ContextVar("plait_noted_flags", default=None)
 
 @contextmanager
 def noting_flags(flags: Flags) -> Iterator[None]:
-    """Inside, answers of `of_host` are those in flags, where there are any, and are put there."""
+    """Inside, answers of `asked` are those in flags, where there are any, and are put there."""
     token = _noted.set(flags)
     try:
         yield
@@ -34,7 +34,11 @@ def noting_flags(flags: Flags) -> Iterator[None]:
 
 def of_host(op: str) -> str:
     """How a CPU's library may compute a kind of operator, "matmul" or "conv"."""
-    name = f"mkldnn {op}"
+    return asked(f"mkldnn {op}")
+
+
+def asked(name: str) -> str:
+    """How a library may compute a kind of operator; what a compile is told becomes a guard."""
     flags = _noted.get()
     return _now(name) if flags is None else flags.setdefault(name, _now(name))
 

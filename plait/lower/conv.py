@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from plait.compat import precision
 from plait.graph.conv_cost import most_taps
-from plait.graph.memory_format import rounds_float32
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, bounds, contiguous_strides, product
 from plait.ir.loops import Node
@@ -59,7 +59,8 @@ def _repeatable(ctx: Lowering, args: Sequence[Any], flops: Size) -> Any:
     kernels by where an image starts, and some of them add in any order."""
     image, *rest = ctx.node.args
     given = (aligned(ctx, args[0], fake_strides(image), _ALIGNED), *args[1:])
-    flags = (False, True, torch.backends.cudnn.enabled, rounds_float32())
+    rounds = precision.asked("cuda conv") == "tf32"
+    flags = (False, True, torch.backends.cudnn.enabled, rounds)
     op, val = aten._convolution.default, ctx.node.meta["val"]
     return call_op(ctx, op, (*given, *flags), {}, val, given=((image, *rest), {}), flops=flops)
 

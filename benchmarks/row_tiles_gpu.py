@@ -79,7 +79,7 @@ def by_tile(
     cut = Cut(rows, columns, 64)
     version = written._Version(cut, warps, stages, described=stays)
     setattr(lowered, "_row_tile", lambda *_: cut)  # noqa: B010
-    setattr(written._Writer, "_wanted", lambda _: [version])  # noqa: B010
+    setattr(written._Writer, "_versions", lambda _: [version])  # noqa: B010
     torch._dynamo.reset()
     options = {"batch_invariant": True, "strict": True, "cache_dir": folder}
     return torch.compile(fn, backend="plait", dynamic=False, options=options)

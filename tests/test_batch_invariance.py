@@ -200,6 +200,14 @@ class Tokens(nn.Module):
         return self.norm(y), y.mT.softmax(-1).mean(-1)
 
 
+@pytest.mark.parametrize("sizes", [(64, 64, 1), (40, 48, 1), (40, 48, 7)])
+def test_images_that_lie_apart(sizes: tuple[int, int, int]) -> None:
+    """The only one of a batch lies without gaps, and is multiplied as a matrix."""
+    channels, filters, side = sizes
+    x, w = torch.randn(ALL, 2 * channels, side, side), torch.randn(filters, channels, 1, 1)
+    assert not differing(lambda x, w: F.conv2d(x.chunk(2, 1)[0], w), [x], [w])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_in_two_orders_of_memory(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

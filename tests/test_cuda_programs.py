@@ -891,3 +891,5 @@ def test_calls_that_rows_are_not_promised_their_bits_of(compile_only: None) -> N
         mode, (x,) = fakes((7, 300))
         made = record(fn, x, mode=mode, batch_invariant=True)
         assert ("not promised for calls of aten.logcumsumexp" in rows_line(made)) == told
+    mode, (x, w) = fakes((3, 8, 9, 9), (16, 8, 3, 3))
+    assert "not promised" not in rows_line(record(F.conv2d, x, w, mode=mode, batch_invariant=True))

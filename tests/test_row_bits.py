@@ -21,7 +21,7 @@ from plait.compat import precision
 from plait.compile import compile_texts
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.wrapper.instructions import CallExtern, Literal, Ref, View, WrapperProgram
+from plait.wrapper.instructions import Alloc, CallExtern, Literal, Place, Ref, View, WrapperProgram
 from tests.test_triton_kernels import needs_triton, run
 
 Program = Callable[..., Any]
@@ -163,6 +163,27 @@ def test_images_are_convolved_alike(side: int, copied: int) -> None:
     views = {i.name for i in wrapper.body if isinstance(i, View)}
     found = [call.args[0] for call in calls]
     assert sum(isinstance(x, Ref) and x.name not in views for x in found) == copied
+
+
+def test_images_of_the_caller_are_copied() -> None:
+    """They begin wherever the caller has them."""
+    wrapper, _ = program(lambda x, w: F.conv2d(x, w), (2, 8, 8, 8), (16, 8, 3, 3))
+    given = {i.args[0] for i in wrapper.body if isinstance(i, CallExtern)}
+    made = {i.name for i in wrapper.body if isinstance(i, Place | Alloc)}
+    assert len(given) == 2 and all(isinstance(x, Ref) and x.name in made for x in given)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 100, 4096])
+def test_products_of_8_bits_walk_once(rows: int) -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        a, b = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+        one = torch.ones((), device=x.device)
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)
+
+    wrapper, text = program(fn, (rows, 4096), (1024, 4096))
+    assert not any(isinstance(i, CallExtern) for i in wrapper.body)
+    (call,) = re.findall(r"\n    (?:described_)?product\(p0.*", text)
+    assert "parts=1" in call or "described" in call
 
 
 @pytest.mark.parametrize("how", ["ieee", "tf32"])

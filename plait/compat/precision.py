@@ -79,6 +79,6 @@ def guard_flags(flags: Mapping[str, str]) -> None:
 
 def FLOAT32_PRECISION(builder: Any, guard: Guard, flags: tuple[tuple[str, str], ...]) -> None:
     """Makes the guard of `guard_flags`."""
-    asked = "torch._C._get_fp32_precision_getter"
-    code = [f"{asked}({', '.join(map(repr, name.split()))}) == {value!r}" for name, value in flags]
+    getter = "torch._C._get_fp32_precision_getter"
+    code = [f"{getter}({', '.join(map(repr, name.split()))}) == {value!r}" for name, value in flags]
     builder.add_python_lambda_leaf_guard_to_root(code, code, is_epilogue=False)

@@ -59,7 +59,7 @@ def _repeatable(ctx: Lowering, args: Sequence[Any], flops: Size) -> Any:
     kernels by where an image starts, and some of them add in any order."""
     image, *rest = ctx.node.args
     given = (aligned(ctx, args[0], fake_strides(image), _ALIGNED), *args[1:])
-    rounds = precision.asked("cuda conv") == "tf32"
+    rounds = args[0].dtype == f32 and precision.asked("cuda conv") == "tf32"
     flags = (False, True, torch.backends.cudnn.enabled, rounds)
     op, val = aten._convolution.default, ctx.node.meta["val"]
     return call_op(ctx, op, (*given, *flags), {}, val, given=((image, *rest), {}), flops=flops)

@@ -85,12 +85,12 @@ def _linear(
 
 
 def aligned(ctx: Lowering, x: View, strides: tuple[Size, ...] | None, nbytes: int) -> View:
-    """x, or a copy with these strides, where x may begin in its buffer at another place than a
-    multiple of so many bytes."""
-    found = _described(ctx, x)
-    if found is None or type(found.offset) is int and found.offset * x.dtype.nbytes % nbytes == 0:
-        return x
-    return copy(ctx, x, strides, fixed=True)
+    """x, or a copy with these strides, where x may begin at another place than a multiple of so
+    many bytes: an input does where the caller has it."""
+    found, own = _described(ctx, x), x.buf not in ctx.input_buffers and x.buf not in ctx.bases
+    at = found.offset if found and own else None
+    even = isinstance(at, int) and at * x.dtype.nbytes % nbytes == 0
+    return x if even else copy(ctx, x, strides, fixed=True)
 
 
 def strided(ctx: Lowering, x: View) -> TensorArg | None:

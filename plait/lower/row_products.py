@@ -36,7 +36,8 @@ def keeps_rows(call: Extern) -> bool:
     if call.is_operator and call.op.partition("::")[2].partition(".")[0] in ALWAYS:
         return True
     images = next((a for a in call.args if isinstance(a, TensorArg)), None)
-    return call.op.startswith("aten::convolution") and images is not None and images.shape[0] == 1
+    one = images is not None and images.shape[0] == 1
+    return one and call.op.startswith(("aten::convolution", "aten::_convolution"))
 
 
 def by_rows(ctx: Lowering, a: View, b: View, rounds: bool) -> View | None:

@@ -23,7 +23,7 @@ from plait.lower.elementwise import broadcast
 from plait.lower.extern import call_op
 from plait.lower.float8 import converted
 from plait.lower.library import by_library
-from plait.lower.product import cut, launch, launch_grouped
+from plait.lower.product import cut, launch, launch_grouped, row_cut
 
 aten = torch.ops.aten
 
@@ -92,12 +92,12 @@ def _product(ctx: Lowering, a: View, b: View) -> View | None:
     if a.dtype.kind != "8" or b.dtype.kind != "8":
         return None
     if not ctx.facts().is_host:
-        m = a.shape[0]
-        if not isinstance(m, int) or m > _MOST_ROWS:
+        m, by_row = a.shape[0], ctx.cfg.batch_invariant
+        if not by_row and (not isinstance(m, int) or m > _MOST_ROWS):
             return None
         mark = ctx.mark()
         short = converted(ctx, a, bf16), converted(ctx, b, bf16, _turned(b))
-        how = cut(ctx, *short)
+        how = (row_cut if by_row else cut)(ctx, *short)
         if how is None:
             ctx.undo(mark)
             return None

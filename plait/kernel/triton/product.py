@@ -307,7 +307,7 @@ class _Writer(Writer):
         one as they lie if numbers have 16 bits."""
         left, right = self.tensors[:2]
         known = [n for n in (*left.shape, *left.strides, *right.strides) if isinstance(n, int)]
-        if len(known) != 6 or not isinstance(right.shape[1], int):
+        if len(left.shape) != 2 or len(known) != 6 or not isinstance(right.shape[1], int):
             return False
         _, _, row, one, down, along = known
         far = one == 1 and (down == 1 or (along == 1 and self._factor_nbytes == 2))

@@ -73,7 +73,7 @@ def often(names: Iterable[str], *daily: str) -> list[Any]:
     return [pytest.param(n, marks=[] if n in daily else pytest.mark.slow) for n in names]
 
 
-@pytest.mark.parametrize("name", often(EXPECTED, "reduction", "fusion"))
+@pytest.mark.parametrize("name", often(EXPECTED, "reduction"))
 def test_planted_faults_are_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,6 +202,7 @@ def test_the_first_kernel_is_blamed_and_not_those_behind_it(
     assert "small_matmul_flops" in found.script
 
 
+@pytest.mark.slow
 def test_faults_of_graphs_for_all_sizes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

@@ -45,7 +45,7 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "reduction" else []) for n in OPERATORS]
+    "name", [pytest.param(n, marks=[] if n == "crash" else pytest.mark.slow) for n in OPERATORS]
 )
 def test_planted_faults_shrink_to_one_operator(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

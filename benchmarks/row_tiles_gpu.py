@@ -9,7 +9,6 @@ load by descriptors. Times are the least of a CUDA graph of 24 calls with four s
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import plait.kernel.triton.product as written
 import plait.lower.product as lowered
+from benchmarks.on_device import least_us
 from plait.ir.product import Cut
 
 SHAPES = {
@@ -34,7 +34,7 @@ STAYING = (
     (64, 256, 4, 4), (64, 256, 8, 4),
 )  # fmt: skip
 OTHERS = ((128, 128, 8, 4), (64, 128, 4, 6), (64, 64, 4, 6))
-CALLS, ROUNDS = 24, 12
+CALLS = 24
 
 
 def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -43,32 +43,6 @@ def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 def layer_across(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(b, x, w)
-
-
-def graph_of(fn: Callable[..., Tensor], args: list[tuple[Tensor, ...]]) -> torch.cuda.CUDAGraph:
-    """Of calls with each of the arguments in turn."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        fn(*args[0])
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            for some in itertools.islice(itertools.cycle(args), CALLS):
-                fn(*some)
-    return graph
-
-
-def least_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Of one of its calls."""
-    found = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end) / CALLS * 1e3)
-    return min(found)
 
 
 def by_tile(
@@ -85,6 +59,11 @@ def by_tile(
     return torch.compile(fn, backend="plait", dynamic=False, options=options)
 
 
+def one_us(fn: Callable[..., Tensor], args: list[tuple[Tensor, ...]]) -> float:
+    """Microseconds of a call."""
+    return least_us({"fn": lambda some: fn(*some)}, args, CALLS)["fn"]
+
+
 def main() -> None:
     """Command line: see the module's docstring."""
     tiles = [(t, True) for t in STAYING] + [(t, False) for t in OTHERS]
@@ -95,7 +74,7 @@ def main() -> None:
                 sizes = (m, k), (k, n) if across else (n, k), (n,)
                 x, w, b = (torch.randn(s, device="cuda").bfloat16() for s in sizes)
                 args.append((x, w / 32, b))
-            words, bits = [f"eager {least_us(graph_of(fn, args)):.1f}"], None
+            words, bits = [f"eager {one_us(fn, args):.1f}"], None
             for number, (tile, stays) in enumerate(tiles):
                 run = by_tile(fn, tile, stays, f"{folder}/{name}/{number}")
                 got = run(*args[0]).clone()
@@ -103,7 +82,7 @@ def main() -> None:
                 bits = got
                 rows, columns, *rest = tile
                 how = " stays" if stays else ""
-                words.append(f"{rows}x{columns}{rest}{how} {least_us(graph_of(run, args)):.1f}")
+                words.append(f"{rows}x{columns}{rest}{how} {one_us(run, args):.1f}")
             print(f"{name} {m}x{n}x{k}: {', '.join(words)}", flush=True)
 
 

@@ -41,6 +41,7 @@ from plait.graph.joint import (
 )
 from plait.graph.noop import drop_noops
 from plait.graph.norm_results import remake_norm_results
+from plait.graph.point_convolutions import multiply_points
 from plait.graph.pool_indices import narrow_pool_indices
 from plait.graph.random import replace_random
 from plait.graph.row_biases import join_biases
@@ -130,6 +131,7 @@ GRAPH: tuple[tuple[str, GraphPass], ...] = (
     ("write out bags", write_out_bags),
     *CONVOLUTIONS,  # before copies that change nothing go
     ("convolve images apart", convolve_images_apart),
+    ("multiply points again", multiply_points),  # of images that lie apart, each seen alone
     ("join biases", join_biases),  # before CSE, which may give a product more readers
     ("drop dead", drop_dead),  # early: the other passes are linear in what is left
     ("drop vectors", drop_vectors),

@@ -187,8 +187,8 @@ def test_products_of_8_bits_walk_once(rows: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["ieee", "tf32"])
-def test_how_images_are_convolved_is_asked_for_once_more(how: str) -> None:
-    """By a guard: a call of the operator that eager calls would see the user's flag itself."""
+def test_the_flag_of_convolutions_is_noted(how: str) -> None:
+    """It is a constant of the call, so a guard has to ask for it."""
     flags = {"cuda conv": how}
     with precision.noting_flags(flags):
         wrapper, _ = program(lambda x, w: F.conv2d(x, w).relu(), (1, 8, 9, 9), (16, 8, 3, 3))

@@ -1,8 +1,8 @@
 """Convolutions of several images as one of each, under `batch_invariant`.
 
 Libraries choose a convolution's kernel by how many images there are, and with it the order of sums.
-Runs after convolutions that are products have become such; where images lie apart that is seen of
-each alone. Images of a number that is not known stay together: `explain` tells of them.
+Runs after convolutions that are products have become such. Images of a number that is not known
+stay together: `explain` tells of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 from torch.fx import GraphModule
 
 from plait.graph.edit import aten, insert, insert_like, replace, value_of
-from plait.graph.point_convolutions import multiply_points
 
 
 def convolve_images_apart(gm: GraphModule) -> int:
@@ -26,6 +25,4 @@ def convolve_images_apart(gm: GraphModule) -> int:
             one = insert(node, images, aten.slice.Tensor, 0, k, k + 1)
             made.append(insert(node, one, aten.convolution.default, *node.args[1:]))
         replace(node, insert_like(node, value_of(node), aten.cat.default, made, 0))
-    if apart:
-        multiply_points(gm)
     return len(apart)

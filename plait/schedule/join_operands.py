@@ -67,10 +67,11 @@ class _Joiner:
 
     def _maker(self, k: int, call: Extern) -> int | None:
         """The place of the loop that makes the right matrix, if the call can take it in."""
-        right = _tensors(call)[1].buf
+        operands = [a.buf for a in _tensors(call)]
+        right = operands[1]
         places = self.uses.makers.get(right, [])
         elsewhere = right in self.uses.shared or self.uses.readers.get(right) != [k]
-        if elsewhere or len(places) != 1 or [a.buf for a in _tensors(call)].count(right) > 1:
+        if elsewhere or len(places) != 1 or operands.count(right) > 1:
             return None
         (place,) = places
         loop = self.ops[place]

@@ -46,7 +46,7 @@ _BRIEF_NBYTES = 8 << 20
 """Of a factor of a product that is read in about the time it takes to launch a kernel."""
 _UNIT = 8
 """Numbers of 16 bits that are written at once."""
-_LINE = 16  # bytes that rows of what a descriptor loads lie apart, or so many times as far
+_LINE = 16  # bytes of which the rows of what a descriptor loads lie a multiple apart
 _GROUP_NBYTES, _LEAST_GROUP = 8 << 20, 8
 _LARGE_TILES = (
     (128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4),
@@ -273,7 +273,6 @@ class _Writer(Writer):
     def _large(self) -> list[_Version]:
         """Ways to cut a product of large tiles."""
         cut, nbytes, able = self._cut, self._factor_nbytes, self._is_described()
-        far = able and (cut.columns > _NARROW or self._are_many(cut))
         if self.around.by_row and not able:  # wide tiles are slow otherwise
             cut = replace(cut, columns=min(cut.columns, _NARROW))
         tiles = [(*tile, True) for tile in _DESCRIBED_TILES if able]
@@ -289,6 +288,7 @@ class _Writer(Writer):
         # Where each number is written by itself, the next tile's loads should be under way.
         slow = cut.columns == _NARROW and isinstance(n, int) and n % 2 == 1
         if self.around.by_row:
+            far = able and (cut.columns > _NARROW or self._are_many(cut))
             found.sort(key=lambda v: (v.cut != cut, v.described != far, v.warps != _MOST_WARPS))
         else:
             found.sort(key=lambda v: (v.cut != cut, v.described != slow))

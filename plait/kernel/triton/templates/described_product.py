@@ -2,10 +2,10 @@
 behind that of product.py, with functions that it calls. It is not imported.
 
 As many programs as the device holds take tiles of the result, one after the other; the loads of the
-next tile are under way while one is finished. Factors are loaded by descriptors (TMA): the left one
-has rows side by side in memory, the right one columns, or rows. Arguments and constants are those
-of product.py, and
-across: the right factor has rows side by side in memory
+next tile are under way while one is finished. Factors are loaded by descriptors (TMA): in memory
+the numbers of a row of the left one lie side by side, and of the right one those of a column or of
+a row. Arguments and constants are those of product.py, and
+across: of the right factor those of a row do
 piece: columns of a tile that are finished at once
 """
 

@@ -9,14 +9,18 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import plait
+from plait.runtime.cubin_pool import CubinPool
+from plait.runtime.process import run, workers
 from plait.runtime.toolchain import find_toolchain
 from tests import warm
 
@@ -181,6 +185,50 @@ def test_a_forked_child_runs_and_compiles(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.compile(h, backend="plait")(x), h(x))
     """
     runs_well(code, tmp_path)
+
+
+def start_a_pool() -> None:
+    pool = CubinPool(1)
+    pool.start()
+    pool.stop()
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("start", [lambda: run(["true"], 60), start_a_pool])
+def test_a_forked_child_keeps_no_start_waiting(
+    start: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it wait for a thread that it lacks."""
+    starts, forked, stopped = threading.Event(), threading.Event(), tmp_path / "stopped"
+    fork_exec = subprocess._fork_exec
+
+    def slowly(*args):
+        starts.set()
+        forked.wait(0.5)  # for a fork that does not wait for this start
+        return fork_exec(*args)
+
+    monkeypatch.setattr(subprocess, "_fork_exec", slowly)
+    with workers(1) as pool:
+        started = pool.submit(start)
+        assert starts.wait(60)
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.stop()
+                stopped.touch()
+                time.sleep(300)  # longer than anybody below waits
+            finally:
+                os._exit(0)
+        forked.set()
+        try:
+            started.result(timeout=60)
+            deadline = time.monotonic() + 60
+            while not stopped.exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("step", [

@@ -32,7 +32,7 @@ from plait.config import Config
 from plait.errors import RefusedKernel, ToolchainError
 from plait.runtime import cubin
 from plait.runtime.cubin import SM_90, Cubin, Gpu, Job, pack, read_exactly
-from plait.runtime.process import end_group, pause
+from plait.runtime.process import end_group, pause, starting
 from plait.runtime.store import CUBINS, PACKS, WAIT_S, Built, Store, key_of
 from plait.runtime.toolchain import ToolchainFailed
 
@@ -227,7 +227,7 @@ class CubinPool:
 
     def start(self, gpu: Gpu = SM_90) -> None:
         """Starts the server, if it is not there yet. gpu: what it is likely to compile for."""
-        with self._lock:
+        with self._lock, starting:
             if self._server is None:
                 self._server = _Server(gpu)
 
@@ -314,7 +314,7 @@ class CubinPool:
                         return None
 
     def _fork(self, jobs: queue.SimpleQueue[_Task | None], gpu: Gpu) -> socket.socket:
-        with self._lock:
+        with self._lock, starting:
             if jobs is not self._jobs:
                 raise OSError("the pool was stopped")
             if self._server is not None:

@@ -26,6 +26,14 @@ _local = threading.local()
 _blocks: weakref.WeakSet[_Children] = weakref.WeakSet()
 _over = threading.Event()  # the interpreter ends
 
+# Held where a process is started, where a block's children are counted, and by whoever forks. A
+# child forked in between would keep pipes open whose end the starting thread waits for, and have a
+# lock that none of its threads gives back. A signal's handler may fork in a thread that holds it.
+starting = threading.RLock()
+os.register_at_fork(
+    before=starting.acquire, after_in_parent=starting.release, after_in_child=starting.release
+)
+
 
 class Stopped(Exception):
     """Whoever waited for the compiler does no more."""
@@ -52,7 +60,6 @@ class _Children:
     """The children of the threads of one block."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
         self._process = os.getpid()
@@ -62,7 +69,7 @@ class _Children:
         self, command: Sequence[str], env: Mapping[str, str] | None
     ) -> subprocess.Popen[bytes]:
         """Raises Stopped, OSError."""
-        with self._lock:
+        with starting:
             if self._stopped:
                 raise Stopped
             child = subprocess.Popen(
@@ -74,7 +81,7 @@ class _Children:
 
     def ended(self, child: subprocess.Popen[bytes]) -> None:
         """Forgets a child whose end was waited for. Raises Stopped if it was made to end."""
-        with self._lock:
+        with starting:
             self._running.remove(child)
             if self._stopped:
                 raise Stopped
@@ -86,7 +93,7 @@ class _Children:
 
     def stop(self) -> None:
         """Ends all that run; no other starts."""
-        with self._lock:
+        with starting:
             self._stopped = True
             # A fork leaves them alone.
             for child in self._running if self._process == os.getpid() else ():

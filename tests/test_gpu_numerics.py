@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from plait.kernel.triton.dialects import NVIDIA
+from plait.kernel.triton.ops import prelude_for
+from plait.runtime.triton_worker import load_module
 from tests import bits
 from tests import opinfo_tools as tools
 from tests.test_numerics import KERNELS, MODELS, has_eagers_bits, network
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+COMPARE = """
+@triton.jit
+def compare(first, out, block: tl.constexpr):
+    at = first + tl.program_id(0) * block + tl.arange(0, block)
+    d = at.to(tl.float32, bitcast=True)
+    ours = p_inverse(d).to(tl.int32, bitcast=True)
+    theirs = tl.div_rn(1.0, d).to(tl.int32, bitcast=True)
+    tl.store(out + tl.program_id(0), tl.max(tl.abs(ours - theirs)))
+"""
+ONE, NORMAL, INFINITE = 127 << 23, 253 << 23, 255 << 23
+"""The bits of 1, of 2**126, up to which inverses are normal numbers, and of infinity."""
 
 
 def norms() -> nn.Module:
@@ -77,3 +94,15 @@ def test_deterministic_algorithms_give_the_same_bits_each_time() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(bits.equal(first, other) for other in others)
+
+
+def test_inverses_are_what_division_gives(tmp_path: Path) -> None:
+    """Of all numbers from 1 on: the same, and where results are not normal, the same or the next
+    one."""
+    text = f"{NVIDIA.head}{prelude_for('p_inverse', NVIDIA.instructions)}\n\n{COMPARE}"
+    compare = load_module("compare", text, tmp_path).compare
+    for first, last, most in ((ONE, NORMAL, 0), (NORMAL, INFINITE, 1)):
+        programs = (last - first) // 4096
+        out = torch.empty(programs, dtype=torch.int32, device="cuda")
+        compare[(programs,)](first + 1, out, block=4096)  # as far as the last one
+        assert out.max() <= most

@@ -104,12 +104,21 @@ def test_what_is_approximated_does_not_depend_on_what_is_computed_beside_it() ->
     def forms(fn: Program, *shapes: tuple[int, ...]) -> set[str]:
         text = source(fn, *shapes, dtype=torch.bfloat16)
         bodies = re.split(r"\ndef (?:plait_|finish\()", text)[1:]
-        return {*re.findall(r"p_near_tanh|p_ex2|p_rcp|tl\.fma|libdevice\.\w+", "".join(bodies))}
+        names = r"p_near_tanh|p_ex2|p_rcp|p_inverse|tl\.div_rn|tl\.fma|libdevice\.\w+"
+        return {*re.findall(names, "".join(bodies))}
 
     assert forms(lambda x: x.softmax(-1), (64, 100)) == {"libdevice.exp"}
     assert forms(lambda x: x.tanh(), (64, 100)) == {"p_near_tanh"}
     assert forms(lambda x: x.tanh().softmax(-1), (64, 100)) == {"p_near_tanh", "libdevice.exp"}
     assert forms(lambda x, w: (x @ w).tanh(), (64, 128), (128, 128)) == {"p_near_tanh"}
+
+    def check_activation(fn: Program, inverse: str) -> None:
+        how = {"libdevice.exp", inverse}
+        assert forms(fn, (64, 100)) == forms(lambda x: fn(x) * 2 + x, (64, 100)) == how
+        assert forms(lambda x, w: fn(x @ w), (64, 128), (128, 128)) == how
+
+    check_activation(lambda x: F.silu(x), "p_inverse")
+    check_activation(lambda x: F.gelu(x, approximate="tanh"), "p_rcp")
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -227,7 +227,7 @@ def addmm_activation(
         x = call_op(ctx, aten.addmm.default, (bias, a, b), how, val, flops=flops)
     else:
         return _by_aten(ctx, flops, bias, a, b, **how, use_gelu=use_gelu)
-    return elementwise(ctx, gelu_tanh if use_gelu else relu, (x,))
+    return gelu_tanh(ctx, x) if use_gelu else elementwise(ctx, relu, (x,))
 
 
 def _is_added_apart(ctx: Lowering, bias: View, a: View) -> bool:

@@ -27,16 +27,22 @@ def gelu_erf(x: Node) -> Node:
     return x * 0.5 * (erf(x * math.sqrt(0.5)) + 1.0)
 
 
-def gelu_tanh(x: Node) -> Node:
+def gelu_tanh(ctx: Lowering, x: View) -> View:
     """The tanh approximation of gelu."""
-    cubed = x * x * x
-    inner = (x + cubed * 0.044715) * math.sqrt(2 / math.pi)
-    return x * 0.5 * (tanh(inner) + 1.0)
+    # On a GPU tanh branches, and what to take for tanh(u) + 1 there depends on what else reads the
+    # tanh; rows that keep their bits have what needs no such choice.
+    logistic = ctx.cfg.batch_invariant and ctx.facts().streams
+
+    def formula(x: Node) -> Node:
+        inner = (x + x * x * x * 0.044715) * math.sqrt(2 / math.pi)
+        return x / (exp(inner * -2.0) + 1.0) if logistic else x * 0.5 * (tanh(inner) + 1.0)
+
+    return elementwise(ctx, formula, (x,))
 
 
 @lower(aten.gelu.default)
 def _gelu(ctx: Lowering, x: View, *, approximate: str = "none") -> View:
-    return elementwise(ctx, gelu_tanh if approximate == "tanh" else gelu_erf, (x,))
+    return gelu_tanh(ctx, x) if approximate == "tanh" else elementwise(ctx, gelu_erf, (x,))
 
 
 @lower(aten.elu.default)

@@ -78,9 +78,9 @@ def choose_forms(layout: Layout, float8: bool) -> Mapping[Node, Form]:
             or _scaled_quotient(n, layout)
             or _quotient_by_choice(n)
             or (None if by_row else _in_context(n, layout, sums, narrow, users))
-            or exactly_rounded(n)
-            or _rounding(n)
+            or short_form(n)
             or (near(n) if n in narrow else None)
+            or inverse(n)
         )
         if form is not None:
             forms[n] = form
@@ -97,13 +97,20 @@ def _in_context(
 
 def near(n: Node) -> Form | None:
     """A faster form of a value that is rounded to 16 bits, if there is one."""
-    text = NEAR.get("logistic" if _is_logistic(n) else n.op)
+    text = NEAR.get("logistic" if n.op == "truediv" and _is_logistic(n) else n.op)
     return Form(text, n.args) if text else None
+
+
+def inverse(n: Node) -> Form | None:
+    """1 / (1 + exp(x)) in float32, rounded as division rounds, without the branches of that."""
+    logistic = n.op == "reciprocal" and n.dtype == f32 and _is_logistic(n)
+    return Form("p_inverse({0})", n.args) if logistic else None
 
 
 def _is_logistic(n: Node) -> bool:
     """Whether it is a quotient by 1 + exp(x), whose reciprocal needs no scale."""
-    ops = {a.op: a for a in n.args[1].args} if n.op == "truediv" and n.args[1].op == "add" else {}
+    divides = n.op in ("truediv", "reciprocal") and n.args[-1].op == "add"
+    ops = {a.op: a for a in n.args[-1].args} if divides else {}
     return "exp" in ops and "const" in ops and ops["const"].attr == 1
 
 
@@ -119,25 +126,17 @@ def _one_more(n: Node, narrow: bool, users: Mapping[Node, int]) -> Form | None:
     return None
 
 
-def exactly_rounded(n: Node) -> Form | None:
-    """A float32 value with the precision of bfloat16, which it had before: of what has 8 bits."""
+def short_form(n: Node) -> Form | None:
+    """A float32 value with the precision of bfloat16; of what has 8 bits it had that before."""
     if n.op != "cast" or n.dtype != f32 or n.args[0].op != "cast" or n.args[0].dtype != bf16:
         return None
     (a,) = n.args[0].args
     if a.dtype in (i8, u8):
         return Form(cast("{0}", a.dtype, f32), (a,))
     formats = (None, FORMATS[f8e4m3fn], FORMATS[f8e5m2])
-    return Form("{0}", (a,)) if any(decodes(a, form) is not None for form in formats) else None
-
-
-def _rounding(n: Node) -> Form | None:
-    """A float32 value with the precision of bfloat16."""
-    if n.op != "cast" or n.dtype != f32:
-        return None
-    (a,) = n.args
-    if a.op != "cast" or a.dtype != bf16 or a.args[0].dtype != f32:
-        return None
-    return Form("p_as_bf16({0})", a.args)
+    if any(decodes(a, form) is not None for form in formats):
+        return Form("{0}", (a,))
+    return Form("p_as_bf16({0})", (a,)) if a.dtype == f32 else None
 
 
 def _limited(code: Form, users: Mapping[Node, int], stored: bool) -> Form:

@@ -42,7 +42,7 @@ from plait.ir.loops import (
 from plait.ir.ops import OPS
 from plait.ir.product import PARTNER, PRODUCT, RIGHT, Part, Product
 from plait.ir.rules import Simplifier
-from plait.kernel.triton.choose_forms import Form, codec, exactly_rounded, near
+from plait.kernel.triton.choose_forms import Form, codec, inverse, near, short_form
 from plait.kernel.triton.indices import SIGN, function_text
 from plait.kernel.triton.ops import NEAR, bitcast, cast, literal, render
 from plait.schedule.deps import extent
@@ -258,9 +258,9 @@ class _Function:
             if n in self._names:
                 stack.pop()
                 continue
-            form = (codec(n) if self.float8 else None) or exactly_rounded(n)
-            if form is None and n in self.rounded:
-                form = near(n)
+            form = (codec(n) if self.float8 else None) or short_form(n)
+            if form is None:
+                form = (near(n) if n in self.rounded else None) or inverse(n)
             needed = n.args if form is None else form.operands
             if missing := [a for a in needed if a not in self._names]:
                 stack += reversed(missing)

@@ -272,6 +272,15 @@ _FUNCTIONS: dict[str, str] = dict((
     ("p_one_more_than_tanh", """def p_one_more_than_tanh(x):
     return 2.0 / (1.0 + tl.exp(x * -2.0))
 """),
+    # 1 / d, d >= 1: an approximation and a step of Newton's, which is the nearest float32 up to
+    # 2**126, and then that or the next (tests/test_gpu_numerics.py looks at all).
+    ("p_inverse", """def p_inverse(d):
+    scale = tl.where(d > 2.0**64, 2.0**-64, 1.0)
+    e = d * scale
+    r = p_rcp(e)
+    r = tl.fma(tl.fma(-e, r, 1.0), r, r) * scale
+    return tl.where(d == float('inf'), 0.0, r)
+"""),
     # The rest of a kernel is worth more than the last bits of these, which 16 bits do not show.
     ("p_ex2", _OF_THE_DIALECT),
     ("p_rcp", _OF_THE_DIALECT),

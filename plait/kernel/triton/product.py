@@ -63,6 +63,10 @@ _MANY_STAGES, _FEW_COLUMNS = 6, 32
 """Stages of small tiles that walk along all of k, and columns from which on they have 4 warps, not
 2: 16 x 2048 x 5632 takes 10.2 us so, and 13.6 by 4 warps and 4 stages (H200)."""
 _MOST_WARPS = 8  # of a tile: 2048 x 768 x 3072 takes 18 us so, and 55 by 4 (H200)
+# Up to so long sums, two programs a multiprocessor are faster than one that stays: what is computed
+# behind a sum takes long beside it, and the other one sums meanwhile. 2048 x 2304 x 768 takes 17.8
+# us so, and 19.3 by programs that stay; 1024 x 5632 x 2048 takes 41.6 and 37.1 (H200).
+_BRIEF_DEPTH, _PAIRED_STAGES = 1024, 3
 _NARROW = 128  # columns of large tiles that programs take one after the other, if they write slowly
 _OTHERS = (
     (64, 256, 4), (32, 256, 4), (128, 256, 4), (64, 512, 4), (32, 512, 4), (64, 256, 8),
@@ -289,6 +293,8 @@ class _Writer(Writer):
         slow = cut.columns == _NARROW and isinstance(n, int) and n % 2 == 1
         if self.around.by_row:
             far = able and (cut.columns > _NARROW or self._are_many(cut))
+            if far and cut.columns == _NARROW and self._is_brief():
+                return [_Version(cut, _MOST_WARPS, _PAIRED_STAGES)]
             found.sort(key=lambda v: (v.cut != cut, v.described != far, v.warps != _MOST_WARPS))
         else:
             found.sort(key=lambda v: (v.cut != cut, v.described != slow))
@@ -301,6 +307,13 @@ class _Writer(Writer):
         m, n = self.tensors[0].shape[0], self.tensors[1].shape[1]
         tiles = product((ceildiv(m, cut.rows), ceildiv(n, cut.columns)))
         return isinstance(tiles, int) and tiles > self.around.multiprocessors
+
+    def _is_brief(self) -> bool:
+        """Whether two programs share a multiprocessor: sums are short, and no second matrix is read
+        behind them, for which registers are too few."""
+        k = self.tensors[0].shape[-1]
+        vectors = all(sum(s != 0 for s in x.strides) < 2 for x in self.tensors[2:])
+        return isinstance(k, int) and k <= _BRIEF_DEPTH and vectors
 
     def _is_described(self) -> bool:
         """Whether programs can load the factors by descriptors. Tensor cores take rows of the right

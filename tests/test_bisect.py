@@ -39,6 +39,13 @@ from tests.planted import PLANTS
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts are tried in forks of a process that has loaded torch; tests of `plait.reduce` start
+    what tries them as users do."""
+    monkeypatch.setattr(trial, "subprocess", warm.WARM)
+
+
 def planted(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """Several kernels; each planted fault is in the first."""
     y = F.layer_norm(x @ w, (16,))

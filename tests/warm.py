@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 _NUMBER = struct.Struct("i")
@@ -98,6 +98,33 @@ def run(
         errors.seek(0)
         return subprocess.CompletedProcess(process.args, code, output.read(), errors.read())
 
+
+class Popen:
+    """A process with a pipe to it and one from it, for what starts it by subprocess.Popen. In place
+    of the module, `WARM` has it."""
+
+    def __init__(self, command: Sequence[str], *, stdin: int, stdout: int, text: bool) -> None:
+        assert command[0] == sys.executable and stdin == stdout == WARM.PIPE and text
+        (asked, asks), (told, tells) = os.pipe(), os.pipe()
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        try:
+            self._process = start(command[1:], env, Path.cwd(), asked, tells, 2)
+        finally:
+            os.close(asked)
+            os.close(tells)
+        self.stdin, self.stdout = os.fdopen(asks, "w"), os.fdopen(told)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self) -> None:
+        """Waits for its end."""
+        self.stdin.close()
+        self.stdout.close()
+        self._process.wait()
+
+
+WARM = SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE)
 
 _servers: dict[tuple[object, ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 """This process's number and more -> a process to fork from and the way to it."""

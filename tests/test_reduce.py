@@ -23,6 +23,12 @@ from tests.planted import PLANTS
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts are tried in forks of a process that has loaded torch."""
+    monkeypatch.setattr(trial, "subprocess", warm.WARM)
+
+
 def program(x: Tensor, w: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     """Some dozen operators, in more than one kernel, with one that each planted fault is in."""
     y = F.layer_norm(x @ w, (16,))
@@ -44,6 +50,7 @@ OPERATORS = {
 """Fault -> the operator that is left, what becomes of the script, options."""
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "crash" else pytest.mark.slow) for n in OPERATORS]
 )
@@ -69,6 +76,7 @@ def test_planted_faults_shrink_to_one_operator(
     assert warm.run(script, env=env, cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_does_not_fail_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     assert plait.reduce(program, *arguments()) is None
@@ -81,6 +89,7 @@ def test_what_eager_refuses_is_no_failure() -> None:
         assert call(lambda x: torch.ops.nowhere.at_all(x), torch.ones(2)) == 0
 
 
+@pytest.mark.usefixtures("forked")
 def test_whatever_a_function_says_stays_true() -> None:
     """In this process, of values that no seed gives: they are in the script."""
     torch._dynamo.reset()
@@ -96,6 +105,7 @@ def test_whatever_a_function_says_stays_true() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_slow_programs_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exp that takes a thousand times as long as any other operator."""
     torch._dynamo.reset()

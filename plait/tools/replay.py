@@ -130,9 +130,9 @@ def rerun(folder: Path, out: Path, load: Sequence[str], jobs: int) -> None:
     load: Python files that define operators, run first. jobs: processes."""
     graphs = _graphs(folder)
     jobs = max(1, min(jobs, len(graphs)))
-    with ProcessPoolExecutor(
-        jobs, get_context("spawn"), initializer=_begin, initargs=(list(load),)
-    ) as pool:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["plait.compile"])  # by one process, for all of them
+    with ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(list(load),)) as pool:
         list(pool.map(_again, graphs, [out] * len(graphs), chunksize=4))
 
 

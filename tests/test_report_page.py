@@ -367,9 +367,9 @@ COMPILES = "import torch; torch.compile(lambda x: x.sin() + 1, backend='plait')(
 @pytest.mark.parametrize(
     ("ends", "status"),
     [
-        ("sys.exit(7)", 7),
+        pytest.param("sys.exit(7)", 7, marks=pytest.mark.slow),  # as the next one
         ("raise ValueError('mine')", 1),
-        ("os._exit(3)", 3),
+        pytest.param("os._exit(3)", 3, marks=pytest.mark.slow),  # runs as little as a signal lets
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     ],
 )
@@ -762,6 +762,7 @@ def test_large_pages_grow_with_their_kernels_alone(browser: Any, tmp_path: Path)
         assert shown.locator(f"#g0p0i{n - 1}").is_visible()
         assert shown.locator(".step").count() <= 500  # little of what lies between
         shown.locator("details.drawing summary").click()
+        shown.locator("svg.graph a").first.wait_for(state="attached")  # all come at once
         assert shown.locator("svg.graph a").count() == n
         shown.context.close()
     (elements, nbytes), (elements_2, nbytes_2) = found

@@ -123,7 +123,7 @@ def test_ctrl_c_in_the_middle_of_a_compile(wrapper: str, tmp_path: Path) -> None
 def test_the_interpreter_ends_while_a_thread_compiles(tmp_path: Path) -> None:
     """And while programs live that were compiled before."""
     code = """
-        import atexit, sys, threading
+        import sys, threading, time
         from pathlib import Path
         import torch, plait
 
@@ -135,7 +135,7 @@ def test_the_interpreter_ends_while_a_thread_compiles(tmp_path: Path) -> None:
         thread = threading.Thread(target=late, args=(x,), daemon=True)
         thread.start()
         while not (folder / "started").exists():
-            pass
+            time.sleep(0.01)
         print("end", flush=True)
     """
     child = run_text(code, tmp_path, PLAIT_CXX=slow_compiler(tmp_path))

@@ -181,12 +181,12 @@ def test_nothing_leaks(mode: Callable[..., object]) -> None:
     tensors, arenas, grown = live_bytes(), arena_stats(), []
     while not grown or grown[-1] >= 8 * MIB and len(grown) < 4:
         resident = resident_bytes()
-        for _ in range(2000):
+        for _ in range(1000):
             call()
         grown.append(resident_bytes() - resident)
     assert live_bytes() == tensors
     assert arena_stats() == arenas
-    # One tensor of a call's 64 x 64 floats left behind each time would be 32 MB, every time; what
+    # One tensor of a call's 64 x 64 floats left behind each time would be 16 MB, every time; what
     # other tests left in the process is freed, or taken, once.
     assert grown[-1] < 8 * MIB, grown
 

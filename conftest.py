@@ -13,7 +13,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -239,11 +239,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     other_torch.skip(items)
 
 
-def pytest_collection_finish() -> None:
-    """Tests and modules stay: collections of garbage need not look at them. Each test leaves graphs
-    behind: ten times as many objects as Python would wait for may gather before one looks."""
-    gc.freeze()
-    gc.set_threshold(7_000)
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and listed stays: nothing of it is garbage, and collections of garbage need
+    not look at it. Each test leaves graphs behind: ten times as many objects as Python would wait
+    for may gather before one looks. All objects are looked at after a hundred others, of which each
+    frame that Dynamo compiles is one."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        gc.set_threshold(7_000, 10, 100)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -159,7 +159,10 @@ class Tied(torch.nn.Module):
 
 
 SET_WEIGHTS = """
-#include <ATen/ATen.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <plait/package.h>
 #include <cstdio>
 

@@ -3,6 +3,8 @@ and a U-Net."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -151,3 +153,25 @@ MODELS = {
 
 SOME = ("gpt2", "resnet", "unet")
 """Models that stand for all where a test of each would take long: the others are slow."""
+
+
+def network() -> nn.Module:
+    """Convolutions, norms with running statistics, pooling and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, stride=2), nn.GroupNorm(4, 32), nn.SiLU(), nn.Dropout(0.2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def step(call: Any, module: nn.Module, x: Tensor, train: bool) -> list[Tensor]:
+    """What a call gives, gradients and buffers too."""
+    torch.manual_seed(5)
+    module.zero_grad()
+    with torch.set_grad_enabled(train):
+        out = call(x)
+        out = out if isinstance(out, Tensor) else next(iter(out.values()))
+        if train:
+            out.float().pow(2).mean().backward()
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    return [out.detach(), *grads, *module.buffers()]

@@ -20,6 +20,7 @@ from plait.runtime.cubin import SM_90, Job
 from plait.tools.bits import bits_of
 from tests import bits, models, warm
 from tests import opinfo_tools as tools
+from tests.models import network, step
 
 EAGER = {"numerics": "eager", "strict": True}
 KERNELS = [
@@ -42,15 +43,6 @@ def test_kernels_have_eagers_bits(part: int) -> None:
     if not bits.together(ops, DTYPES, most=1):
         wrong = [tools.name_of(op) for op in ops if not bits.together([op], DTYPES, most=1)]
         pytest.fail(f"{wrong or [tools.name_of(op) for op in ops]}")
-
-
-def network() -> nn.Module:
-    """Convolutions, norms with running statistics, pooling and dropout."""
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, stride=2), nn.GroupNorm(4, 32), nn.SiLU(), nn.Dropout(0.2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
 
 
 def encoder() -> nn.Module:
@@ -87,19 +79,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "network": (network, lambda: torch.randn(2, 3, 31, 31)),
     "encoder": (encoder, lambda: torch.randn(2, 17, 64)),
 }
-
-
-def step(call: Any, module: nn.Module, x: Tensor, train: bool) -> list[Tensor]:
-    """What a call gives, gradients and buffers too."""
-    torch.manual_seed(5)
-    module.zero_grad()
-    with torch.set_grad_enabled(train):
-        out = call(x)
-        out = out if isinstance(out, Tensor) else next(iter(out.values()))
-        if train:
-            out.float().pow(2).mean().backward()
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    return [out.detach(), *grads, *module.buffers()]
 
 
 def has_eagers_bits(module: nn.Module, x: Tensor, train: bool) -> bool:

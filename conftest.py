@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.guards
 
 from plait.capture import dynamo
 from plait.capture.recompiles import of_process
@@ -264,6 +265,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = str(config.cache.mkdir("plait"))
     os.environ.setdefault("PLAIT_CACHE_DIR", folder)
     os.environ.setdefault("PLAIT_TRUST", folder)  # wherever the tree lies
+    # Dynamo measures guards for its log, 24 ms a frame. plait leaves that out where it compiles;
+    # here other backends do without it, too.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
     # pytest listens to loggers that do not propagate, and torch prints every graph if one listens.
     trace = logging.getLogger("torch.__trace")
     trace.handlers.clear()

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
 from plait.capture.backend import plait_backend
+from plait.compat.frames import guards_unmeasured
 from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.text import read_given
@@ -123,7 +124,7 @@ def record(
     """The graphs of fn, which is called once, on copies of its arguments. dynamic: as for
     torch.compile."""
     recorder = Recorder(cfg)
-    with recorder.folder:
+    with recorder.folder, guards_unmeasured():
         fn = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
         args, kwargs = copied(args), copied(dict(kwargs))
         compiled = torch.compile(fresh_caller(fn), backend=recorder.backend, dynamic=dynamic)

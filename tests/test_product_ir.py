@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -493,17 +494,21 @@ WIDE = Cut(128, 256, 64)
 def large(
     m: int, n: int, *, gpu: str = "sm_90", aligned: bool = True, cut: Cut = WIDE, half: int = 0,
     across: bool = False, tunes: bool = True, by_row: bool = False, dtype: DType = bf16,
+    k: int = 256, rest: bool = False,
 ) -> UserKernel:  # fmt: skip
-    """All versions of a large product with columns of w far apart, or across: with its rows."""
+    """All versions of a large product with columns of w far apart, or across: with its rows. rest:
+    a matrix is added to it."""
     out = tuple(symbol(name, extent=e) for name, e in zip("pbij", (1, 1, m, n), strict=True))
-    result = Pointwise("y", out, cast(BESIDE.body if half else LOADED, bf16), out[2:])
-    kernel = Product("product.2", (result,), cut, half=half)
-    x, y = buffer("x", m, 256, dtype=dtype), buffer("y", m, n)
-    w = replace(buffer("w", 256, n, dtype=dtype), strides=(n, 1) if across else (1, 256))
-    args = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in (x, w))
+    added = cast(node("load", (), Load("given0", out[2:]), bf16), f32)
+    body = BESIDE.body if half else LOADED + added if rest else LOADED
+    kernel = Product("product.2", (Pointwise("y", out, cast(body, bf16), out[2:]),), cut, half=half)
+    x, y, z = buffer("x", m, k, dtype=dtype), buffer("y", m, n), buffer("z", m, n)
+    w = replace(buffer("w", k, n, dtype=dtype), strides=(n, 1) if across else (1, k))
+    given = (x, w, z) if rest else (x, w)
+    args = tuple(TensorArg(b.name, b.shape, b.strides, 0) for b in given)
     call = Extern(("y",), "aten::matmul", args, may_keep=False, kernel=kernel, fallback=False)
     around = Around(aligned=aligned, by_row=by_row)
-    made = write_product(call, {b.name: b for b in (x, w, y)}, GPUS[gpu], around, tunes).kernel
+    made = write_product(call, {b.name: b for b in (*given, y)}, GPUS[gpu], around, tunes).kernel
     assert isinstance(made, UserKernel)
     return made
 
@@ -548,10 +553,15 @@ def test_factors_are_described_where_they_are_aligned() -> None:
 
 
 @pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize(("n", "stays"), [(768, False), (3072, True)])
-def test_programs_stay_where_there_are_more_tiles_than_multiprocessors(
-    n: int, stays: bool, across: bool
-) -> None:
-    cut = Cut(128, 128, 64)
-    (made,) = large(2048, n, cut=cut, across=across, tunes=False, by_row=True).variants
-    assert ("described" in made.call) == stays
+def test_programs_stay_where_there_are_more_tiles_than_multiprocessors(across: bool) -> None:
+    """Of short sums with nothing much behind them two share a multiprocessor instead."""
+
+    def chosen(n: int, k: int, rest: bool = False) -> str:
+        how = partial(large, cut=Cut(128, 128, 64), tunes=False, by_row=True)
+        (made,) = how(2048, n, across=across, k=k, rest=rest).variants
+        return made.call
+
+    for n, k, rest in ((3072, 2048, False), (3072, 768, True)):
+        assert "described" in chosen(n, k, rest)
+    assert "described" not in chosen(768, 2048) and "stages=4" in chosen(768, 2048)
+    assert "described" not in chosen(3072, 768) and "stages=3" in chosen(3072, 768)

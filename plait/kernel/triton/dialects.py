@@ -28,6 +28,7 @@ class Dialect:
     wait: how a kernel waits for the one ahead of it in its stream.
     release: how it lets the next one come beside it, which waits for its end all the same.
     first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
+    first_short: the first of those with instructions that round to bfloat16 and TF32, or None.
     first_float8: the first of those with instructions for floats of 8 bits, or None.
     """
 
@@ -39,6 +40,7 @@ class Dialect:
     wait: str = ""
     release: str = ""
     first_early: int | None = None
+    first_short: int | None = None
     first_float8: int | None = None
 
     @property
@@ -47,6 +49,13 @@ class Dialect:
         return (
             f"import triton\nimport triton.language as tl\nfrom {self.library} import libdevice\n\n"
         )
+
+    def instructions_of(self, gpu: Gpu) -> Mapping[str, str]:
+        """The helpers of a GPU."""
+        if _is_since(self.first_short, gpu):
+            return self.instructions
+        rest = {name: text for name, text in self.instructions.items() if name != "p_tf32"}
+        return {**rest, "p_as_bf16": _AS_BF16}
 
     def starts_early(self, gpu: Gpu) -> bool:
         """Whether kernels can be launched before the one ahead of them has ended."""
@@ -74,6 +83,7 @@ def _amd(name: str) -> Gpu:
     return Gpu("hip", name, 64 if name.startswith("gfx9") else 32, "hsaco")
 
 
+_AS_BF16 = "def p_as_bf16(x):\n    return x.to(tl.bfloat16).to(tl.float32)\n"
 # The instructions give the largest number for larger ones, and know one NaN. One number at a time,
 # and as 32 bits: of a pair of codes, the second of which is shifted down beside the first, ptxas
 # 12.8 takes the second from a register that nothing was written to.
@@ -155,6 +165,7 @@ NVIDIA = Dialect(
     wait="tl.extra.cuda.gdc_wait()",
     release="tl.extra.cuda.gdc_launch_dependents()",
     first_early=90,
+    first_short=80,
     first_float8=89,
 )
 _CLAMPED = """def p_four_{kind}8(x):
@@ -170,7 +181,6 @@ AMD = Dialect(
         "p_ex2": "def p_ex2(x):\n    return tl.exp2(x)\n",
         "p_rcp": "def p_rcp(x):\n    return 1.0 / x\n",
         "p_low_half": "def p_low_half(x):\n    return x.to(tl.int32).to(tl.int16)\n",
-        "p_as_bf16": "def p_as_bf16(x):\n    return x.to(tl.bfloat16).to(tl.float32)\n",
         "p_four_i8": _CLAMPED.format(kind="i", low=-128, high=127, name="int"),
         "p_four_u8": _CLAMPED.format(kind="u", low=0, high=255, name="uint"),
         "p_nearest": """def p_nearest(x):

@@ -40,10 +40,7 @@ _VENDORS_OPS = {
 }
 """Of what an operator's results are computed, those of relu and gelu too."""
 _WIDE = 64  # rows of the left factor that tensor cores want
-
-
-_BRIEF_NBYTES = 8 << 20
-"""Of a factor of a product that is read in about the time it takes to launch a kernel."""
+_BRIEF_NBYTES = 8 << 20  # of a factor that is read in about the time of a launch
 _UNIT = 8
 """Numbers of 16 bits that are written at once."""
 _LINE = 16  # bytes of which the rows of what a descriptor loads lie a multiple apart
@@ -158,7 +155,7 @@ class _Writer(Writer):
             finish += f"\n\n{results_of(self.product, given, self.outs, names, True, by_row)[0]}"
         variants = tuple(self._variant(v, sizes, checks) for v in versions)
         rounds = "p_tf32" if self._rounds else ""
-        prelude = prelude_for(f"{finish}\n{made}\n{rounds}", dialect.instructions)
+        prelude = prelude_for(f"{finish}\n{made}\n{rounds}", dialect.instructions_of(self.gpu))
         texts = ["product", *(["described_product"] if any(v.described for v in versions) else [])]
         parts = (dialect.head, prelude, finish, made, *map(template, texts))
         text = "\n\n".join(filter(None, parts))
@@ -232,7 +229,7 @@ class _Writer(Writer):
     @property
     def _rounds(self) -> bool:
         """Whether factors in float32 are rounded."""
-        return self._cut.tf32 and "p_tf32" in DIALECTS[self.gpu.backend].instructions
+        return self._cut.tf32 and "p_tf32" in DIALECTS[self.gpu.backend].instructions_of(self.gpu)
 
     @property
     def _factor_nbytes(self) -> int:

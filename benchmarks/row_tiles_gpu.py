@@ -1,14 +1,15 @@
 """Tiles of products whose rows keep their bits, on a GPU, in bfloat16: `python -m
-benchmarks.row_tiles_gpu`. Prints microseconds of each tile for each shape, eager's first (the
-vendor's kernel), and fails where one tile has other bits than another.
+benchmarks.row_tiles_gpu`. Prints microseconds of each tile for each shape, eager's kernels first,
+and fails where one tile has other bits than another.
 
-Shapes are those of GPT-2 and Llama; across: the right factor has its rows side by side in memory. A
-tile is rows x columns, warps, stages, and "stays" where programs take one tile after the other and
-load by descriptors. Times are the least of a CUDA graph of 24 calls with four sets of factors.
+Shapes are those of GPT-2 and Llama, with what follows each product there. A tile is rows x columns,
+warps, stages, and "stays" where programs take one tile after the other and load by descriptors.
+Times are the least of a CUDA graph of 24 calls with four sets of factors.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -22,27 +23,50 @@ import plait.lower.product as lowered
 from benchmarks.on_device import least_us
 from plait.ir.product import Cut
 
+
+def qkv(x: Tensor, w: Tensor, b: Tensor, rest: Tensor) -> Tensor:
+    return torch.addmm(b, x, w)
+
+
+def up(x: Tensor, w: Tensor, b: Tensor, rest: Tensor) -> Tensor:
+    """As GPT-2 has gelu."""
+    y = torch.addmm(b, x, w)
+    cubed = y + 0.044715 * torch.pow(y, 3.0)
+    return 0.5 * y * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * cubed))
+
+
+def down(x: Tensor, w: Tensor, b: Tensor, rest: Tensor) -> Tensor:
+    return rest + torch.addmm(b, x, w)
+
+
+def plain(x: Tensor, w: Tensor, b: Tensor, rest: Tensor) -> Tensor:
+    return F.linear(x, w)
+
+
+def gated(x: Tensor, w: Tensor, b: Tensor, rest: Tensor) -> Tensor:
+    return F.silu(rest) * F.linear(x, w)
+
+
+def added(x: Tensor, w: Tensor, b: Tensor, rest: Tensor) -> Tensor:
+    return rest + F.linear(x, w)
+
+
 SHAPES = {
-    "gpt2 qkv": (2048, 2304, 768, True), "gpt2 proj": (2048, 768, 768, True),
-    "gpt2 up": (2048, 3072, 768, True), "gpt2 down": (2048, 768, 3072, True),
-    "llama gate": (1024, 5632, 2048, False), "llama q": (1024, 2048, 2048, False),
-    "llama down": (1024, 2048, 5632, False), "llama logits": (1024, 32000, 2048, False),
+    "gpt2 qkv": (2048, 2304, 768, qkv), "gpt2 proj": (2048, 768, 768, down),
+    "gpt2 up": (2048, 3072, 768, up), "gpt2 down": (2048, 768, 3072, down),
+    "llama gate": (1024, 5632, 2048, plain), "llama up": (1024, 5632, 2048, gated),
+    "llama q": (1024, 2048, 2048, plain), "llama down": (1024, 2048, 5632, added),
+    "llama logits": (1024, 32000, 2048, plain),
 }  # fmt: skip
-"""Rows, columns and length of sums, and whether the right factor lies across."""
+"""Rows, columns and length of sums, and the layer."""
+ACROSS = (qkv, up, down)
+"""Whose right factors have their rows side by side in memory."""
 STAYING = (
     (128, 256, 8, 4), (128, 128, 8, 5), (128, 128, 8, 4), (128, 128, 4, 4), (256, 128, 8, 3),
     (64, 256, 4, 4), (64, 256, 8, 4),
 )  # fmt: skip
-OTHERS = ((128, 128, 8, 4), (64, 128, 4, 6), (64, 64, 4, 6))
+OTHERS = ((128, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 6), (64, 64, 4, 6))
 CALLS = 24
-
-
-def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return F.linear(x, w, b)
-
-
-def layer_across(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    return torch.addmm(b, x, w)
 
 
 def by_tile(
@@ -68,12 +92,12 @@ def main() -> None:
     """Command line: see the module's docstring."""
     tiles = [(t, True) for t in STAYING] + [(t, False) for t in OTHERS]
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for name, (m, n, k, across) in SHAPES.items():
-            fn, args = layer_across if across else layer, []
+        for name, (m, n, k, fn) in SHAPES.items():
+            args = []
             for _ in range(4):
-                sizes = (m, k), (k, n) if across else (n, k), (n,)
-                x, w, b = (torch.randn(s, device="cuda").bfloat16() for s in sizes)
-                args.append((x, w / 32, b))
+                sizes = (m, k), (k, n) if fn in ACROSS else (n, k), (n,), (m, n)
+                x, w, b, rest = (torch.randn(s, device="cuda").bfloat16() for s in sizes)
+                args.append((x, w / 32, b, rest))
             words, bits = [f"eager {one_us(fn, args):.1f}"], None
             for number, (tile, stays) in enumerate(tiles):
                 run = by_tile(fn, tile, stays, f"{folder}/{name}/{number}")

@@ -230,6 +230,10 @@ def test_records_of_one_program_are_joined() -> None:
     assert found == command.joined(b, a)["parts"]
     assert [f["ms"] for f in found["infer"].values()] == [1.0, 4.0] and "batch" in found
     assert command.joined(a, b | {"torch": "u"})["parts"] == b["parts"]
+    # A file may have been written after another one, of which a part is later.
+    c = record("bert/float32", infer={"plait": {"ms": 5.0, "date": "2026-01-03T00:00"}})
+    for again in (command.joined(b, c), command.joined(command.joined(a, c), b)):
+        assert again["parts"]["infer"]["plait"]["ms"] == 5.0
 
 
 def test_a_process_that_dies_is_a_cell_and_the_rest_stays_open() -> None:

@@ -167,15 +167,16 @@ class Sweep:
             old = {"parts": {}}
         if not r.found:
             return
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         for variants in r.found.values():
             for figures in variants.values():
-                figures |= {"plait": self.plait, "commit": self.commit}
+                figures |= {"plait": self.plait, "commit": self.commit, "date": date}
         model = r.subject.model
         self.records[r.subject.name] = {
             "case": r.subject.name,
             "field": model.field,
             "library": model.library,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "date": date,
             "parts": both(old["parts"], r.found),
             **self.key,
         }
@@ -218,12 +219,26 @@ def joined(a: book.Record | None, b: book.Record) -> book.Record:
     a, b = sorted((a, b), key=lambda r: r["date"])
     if any(a[k] != b[k] for k in ("torch", "small")):
         return b
-    return {**b, "parts": both(a["parts"], b["parts"])}
+    return {**b, "parts": both(dated(a), dated(b))}
+
+
+def dated(r: book.Record) -> dict[str, Any]:
+    """A record's parts, of which each variant tells when it was measured."""
+    return {
+        part: {v: {"date": r["date"], **figures} for v, figures in variants.items()}
+        for part, variants in r["parts"].items()
+    }
 
 
 def both(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """The parts of two records, the second one's figures where both have some."""
-    return {p: {**a.get(p, {}), **b.get(p, {})} for p in dict.fromkeys((*a, *b))}
+    """The parts of two records, the later figures where both have some."""
+    found: dict[str, Any] = {}
+    for part in dict.fromkeys((*a, *b)):
+        one, other = a.get(part, {}), b.get(part, {})
+        found[part] = {**one, **other}
+        for v in one.keys() & other.keys():
+            found[part][v] = max(other[v], one[v], key=lambda f: str(f.get("date", "")))
+    return found
 
 
 def path(device: str, folder: Path = book.RESULTS) -> Path:

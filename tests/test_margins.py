@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import plait
+
 ROWS = ((1, 1), (1, 5), (3, 5), (17, 33))
 
 
@@ -66,3 +68,16 @@ def test_targets_of_another_shape_are_refused(loss) -> None:
         for run in (loss, torch.compile(loss, backend="plait")):
             with pytest.raises(RuntimeError):
                 run(torch.randn(3, 5), target)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 0), (0,)])
+def test_rows_without_numbers_are_refused_as_eager_does(loss, shape: tuple[int, ...]) -> None:
+    """By plait.compile, too, whose trace has no fake loss that looks at shapes."""
+    x, target = torch.randn(shape), torch.zeros(shape, dtype=torch.int64)
+    target = target if loss is F.multilabel_margin_loss else target.new_zeros(shape[:-1])
+    with pytest.raises(RuntimeError):
+        loss(x, target)
+    for run in (torch.compile(loss, backend="plait"), lambda *xs: plait.compile(loss, xs)):
+        with pytest.raises((RuntimeError, ValueError)):
+            run(x, target)

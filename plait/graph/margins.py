@@ -24,9 +24,7 @@ _rows: Any = torch.atleast_2d
 
 
 def _reduced(each: Tensor, reduction: int) -> Tensor:
-    if reduction == _NONE:
-        return each
-    return each.mean() if reduction == _MEAN else each.sum()
+    return each if reduction == _NONE else each.mean() if reduction == _MEAN else each.sum()
 
 
 def _multi_margin(
@@ -34,6 +32,7 @@ def _multi_margin(
     weight: Tensor | None = None, reduction: int = _MEAN,
 ) -> Tensor:  # fmt: skip
     rows, labels = _rows(x), target.reshape(target.shape or (1,))
+    _demand(rows.shape[1] != 0, lambda: f"rows without numbers: {x.shape}")
     _demand(p in (1, 2), lambda: "only p == 1 and p == 2 supported")
     _demand(labels.shape == rows.shape[:1], lambda: f"target of inconsistent size {target.shape}")
     labels = labels.unsqueeze(1)
@@ -49,6 +48,7 @@ def _multi_margin(
 
 def _multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     rows, labels = _rows(x), _rows(target)
+    _demand(rows.shape[1] != 0, lambda: f"rows without numbers: {x.shape}")
     _demand(target.shape == x.shape, lambda: f"target of inconsistent size {target.shape}")
     counted = (labels == -1).cumsum(1) == 0
     labels = torch.where(counted, labels, 0)

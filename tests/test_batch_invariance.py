@@ -235,6 +235,17 @@ def test_random_programs(seed: int) -> None:
     assert rows.check(rows.Maker(seed).generate()) == ""
 
 
+def test_a_number_of_rows_that_varies_may_be_that_of_columns() -> None:
+    """At the first call: where both are compared, it must not become that number (the fuzzer's seed
+    910307)."""
+    w = torch.randn(8, 8).to(torch.bfloat16)
+    run = compiled(lambda x: F.linear(x, w) + x)
+    x = torch.randn(8, 3, 8).to(torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        assert torch.equal(run(x)[:5], run(x[:5].clone()))
+
+
 ROWS = ("gpt2", "vit")
 """Models that are tested daily as they are; others are frozen."""
 

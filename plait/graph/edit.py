@@ -7,6 +7,7 @@ A pass changes an `fx.Graph` in place. All facts here are read off operator sche
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -208,14 +209,14 @@ def same_layout(a: Any, b: Any) -> bool:
         return False
     if a.layout != torch.strided:
         return False
-    return all(
-        same_size(x, y)
-        for x, y in zip(
-            (*a.shape, *a.stride(), a.storage_offset()),
-            (*b.shape, *b.stride(), b.storage_offset()),
-            strict=True,
-        )
-    )
+    one, other = ((*x.shape, *x.stride(), x.storage_offset()) for x in (a, b))
+    return same_sizes(one, other)
+
+
+def same_sizes(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """Whether shapes are equal, as `same_size` has it: Python's == asks a guard of each pair, also
+    where one is shorter."""
+    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from plait.devices import facts_of
-from plait.graph.edit import aten, insert, insert_like, replace, value_of
+from plait.graph.edit import aten, insert, insert_like, replace, same_sizes, value_of
 
 FEWER = 4
 """Rows of a table for each that is added, at least: 12 bytes an element of the table become 4, and
@@ -57,7 +57,7 @@ def _is_worth_it(at: Any, added: Any, total: Any, result: Any) -> bool:
         return False
     if not all(type(n) is int for n in (*total.shape, *at.shape)):
         return False
-    if tuple(added.shape) != (*at.shape, *total.shape[1:]) or at.numel() == 0:
+    if not same_sizes(added.shape, (*at.shape, *total.shape[1:])) or at.numel() == 0:
         return False
     return bool(FEWER * at.numel() <= total.shape[0] and total.numel() * 4 >= LEAST_NBYTES)
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from plait import compat
 from plait.devices import facts_of
-from plait.graph.edit import aten, insert_like, replace, value_of
+from plait.graph.edit import aten, insert_like, replace, same_sizes, value_of
 from plait.runtime.packed import DEEPEST, PACKED_SHAPES, panel_width
 
 _plait: Any = torch.ops.plait
@@ -124,8 +124,8 @@ def _scaled(x: Node) -> tuple[Node, Node] | None:
         if not (isinstance(image, Node) and isinstance(scale, Node)):
             return None
         whole, few = value_of(image), value_of(scale)
-        channels = torch.Size((1, value_of(x).shape[1], 1, 1))
-        shapes = whole.shape == value_of(x).shape and few.shape == channels
+        made = value_of(x).shape
+        shapes = same_sizes(whole.shape, made) and same_sizes(few.shape, (1, made[1], 1, 1))
         if shapes and whole.shape[0] == 1 and _is_f32(whole) and _is_f32(few):
             return image, scale
     return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from plait.graph.edit import aten, insert, replace, same_layout, value_of
+from plait.graph.edit import aten, insert, replace, same_layout, same_size, same_sizes, value_of
 
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -37,7 +37,8 @@ def _joined(node: Node, x: Any, bias: Any) -> bool:
     if type(n) is not int or made.dtype not in _SHORT or added.dtype != made.dtype:
         return False
     # Of more dimensions, it may be what a layer adds to its only row.
-    if added.shape != (n,) or made.shape[-1] != n or not same_layout(value_of(x), made):
+    alike = same_size(made.shape[-1], n) and same_layout(value_of(x), made)
+    if not alike or not same_sizes(added.shape, (n,)):
         return False
     op = aten.addmm.default if product.target is aten.mm.default else aten.baddbmm.default
     joined = insert(node, bias, op, *product.args)

@@ -20,6 +20,7 @@ from plait.graph.edit import (
     is_contiguous,
     is_view,
     replace,
+    same_sizes,
     value_of,
     written,
 )
@@ -55,7 +56,7 @@ def _drop_copy(node: Node) -> None:
     old: Any = copy.args[0]
     row: Any = copy.args[1]
     made, value = value_of(copy), value_of(row)
-    if value.shape != made.shape or value.device != made.device:
+    if not same_sizes(value.shape, made.shape) or value.device != made.device:
         return
     if value.dtype != made.dtype:
         row = insert(node, row, aten._to_copy.default, dtype=made.dtype)
@@ -93,7 +94,8 @@ def _rows(end: Node) -> list[Node] | None:
         if not isinstance(row, Node) or not isinstance(at, int) or not -size <= at < size:
             return None
         value = value_of(row)
-        if value.dtype != made.dtype or value.device != made.device or [*value.shape] != shape:
+        alike = same_sizes(value.shape, shape)
+        if value.dtype != made.dtype or value.device != made.device or not alike:
             return None
         rows.setdefault(at % size, row)  # the last that was written stays
         node, last = node.args[0], node

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from plait import _native, compat
+from plait.compat.recompiles import current_compile
 from plait.config import Config
 from plait.devices import DEVICES, facts_of
 from plait.errors import Fallback, RefusedKernel, warn_once
@@ -159,6 +160,7 @@ def compile_steps(captured: Captured, cfg: Config, target: Target | None, beside
         modules=_modules(captured, lowered) if listening() else {},
         input_names=captured.input_names,
         result_names=captured.result_names,
+        compile_id=current_compile(),
     )
     observe(record)
     return Program(loaded, loaded.boxed, record)

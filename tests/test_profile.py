@@ -86,6 +86,40 @@ def test_programs_under_a_profiler_of_the_users_own() -> None:
     assert observers_of_process == []
 
 
+class Broken(nn.Module):
+    """Four graphs that call the same operators, and a layer that no compiler sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+        self.unseen = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = torch._dynamo.disable(self.unseen)(x)
+        x = self.second(x)
+        torch._dynamo.graph_break()
+        return self.first(self.third(x))
+
+
+def test_graphs_that_call_the_same_are_told_apart() -> None:
+    found = plait.profile(Broken(), torch.randn(8, 64), calls=2, quiet=True)
+    graphs: dict[str, set[tuple[str, str, float]]] = {"forward": set(), "backward": set()}
+    for i, _, times in found.steps:
+        if i.name in ("aten::addmm", "aten::mm"):
+            graphs[i.graph.partition("_")[0]].add((i.module, i.lines[0].split()[0], times))
+    begin = Broken.forward.__code__.co_firstlineno
+    first, second, last = (f"test_profile.py:{begin + n}" for n in (1, 3, 5))
+    assert graphs["forward"] == {
+        ("first", first, 1.0), ("second", second, 1.0), ("third", last, 1.0), ("first", last, 1.0)
+    }  # fmt: skip
+    assert graphs["backward"] == {
+        ("first", first, 1.0), ("second", second, 2.0), ("third", last, 2.0), ("first", last, 2.0)
+    }  # fmt: skip
+    outside = {r.what: r.times for r in found.gaps}["operators outside of programs"]
+    assert outside == 2  # the layer that no compiler sees, and a gradient to begin with
+
+
 class Range(SimpleNamespace):
     """An event as torch.profiler has them: microseconds from its start to its end."""
 

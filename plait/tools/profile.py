@@ -4,8 +4,9 @@ kernel, and what the host does between kernels.
 In: a function or module with example arguments. Out: a `Profile`: numbers, text, and a trace for
 chrome://tracing or Perfetto with source lines. torch.profiler takes the times. Every launch and
 every call of an operator is a range there, in the order of the program's instructions; the k-th
-range is the k-th instruction, whose lines and module are known. On a GPU the time of an
-instruction is the device's, and what the host spends on its launch is a gap.
+range is the k-th instruction, whose lines and module are known. Which program it is, the range
+around it says. On a GPU the time of an instruction is the device's, and what the host spends on its
+launch is a gap.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ _CALL = "plait: a call"
 _GUARDS = ("TorchDynamo Cache Lookup", "Pregraph bytecode")
 _WAITS = re.compile(r"Synchronize|^aten::(item|_local_scalar_dense|nonzero)$|^cudaMemcpy$")
 _ALLOCATES = re.compile(r"^aten::(empty|resize_)|^cudaMalloc")
-_PROGRAM = re.compile(r"^Torch-Compiled Region|^PlaitBackward$|^CompiledFunction(Backward)?$")
+_REGION = "Torch-Compiled Region: "
+_BACKWARD = re.compile(r"(Plait|CompiledFunction)Backward")
+_PROGRAM = re.compile(f"^{_REGION}|^{_BACKWARD.pattern}$|^CompiledFunction$")
 LAUNCHING, AUTOGRAD, PYTHON = "launching", "autograd", "Python"
 """What a program does between its instructions, and on a GPU in them; what PyTorch's engine of
 gradients does; what is left of a call."""
@@ -249,20 +252,18 @@ def instructions_of(record: CompileRecord) -> list[Instruction]:
     for program in all_programs(record.wrapper):
         note = ""
         for i in program.body:
+            made: Sequence[str | None]
             match i:
                 case Note(text):
                     note = text
-                case Launch():
-                    module = _module(record, i.outs)
-                    found.append(Instruction(record.name, i.kernel, _lines(note), module))
-                case CallExtern():
-                    name = i.op.partition(".")[0]
-                    made = [o for o in (*i.outs, *i.into) if o is not None]
-                    found.append(
-                        Instruction(record.name, name, _lines(note), _module(record, made))
-                    )
-                case _:
+                    continue
+                case Launch(kernel=name, outs=made):
                     pass
+                case CallExtern():
+                    name, made = i.op.partition(".")[0], (*i.outs, *i.into)
+                case _:
+                    continue
+            found.append(Instruction(record.name, name, _lines(note), record.module_of(made)))
     return found
 
 
@@ -273,28 +274,51 @@ def _matched(
     within one belong to it."""
     programs = [instructions_of(r) for r in records]
     names = {i.name for p in programs for i in p}
-    at = [0] * len(programs)
+    runs, inside = _runs(events, records), defaultdict[Any, list[Any]](list)  # by thread
+    anywhere = [p for p, r in enumerate(records) if not r.compile_id and r.kind != "backward"]
+    repeats = [not r.compile_id or len([*all_programs(r.wrapper)]) > 1 for r in records]
+    at = dict.fromkeys(range(len(programs)), 0)
     current = 0
     found: dict[Any, tuple[tuple[int, int], Instruction]] = {}
     ends: dict[Any, float] = {}  # of the instruction that a thread is in
     for e in events:
+        ranges = inside[e.thread]
+        while ranges and ranges[-1].time_range.end <= e.time_range.start:
+            ranges.pop()
+        if e in runs:
+            ranges.append(e)
+            at |= dict.fromkeys(runs[e], 0)
         if e.name not in names or e.time_range.start < ends.get(e.thread, 0):
             continue
-        for p in sorted(range(len(programs)), key=lambda p: p != current):
+        here = [*(runs[ranges[-1]] if ranges else ()), *anywhere]
+        for p in sorted(here, key=lambda p: p != current):
             # Branches that were not taken, and views that are no calls, are passed over.
             later = range(at[p], len(programs[p]))
-            again = range(at[p])
+            again = range(at[p] if repeats[p] else 0)
             k = next((k for k in (*later, *again) if programs[p][k].name == e.name), None)
             if k is not None:
                 found[e] = ((p, k), programs[p][k])
-                current, at[p] = p, (k + 1) % len(programs[p])
+                current, at[p] = p, k + 1
                 ends[e.thread] = e.time_range.end
                 break
     return found
 
 
-def _module(record: CompileRecord, made: Iterable[str]) -> str:
-    return next((record.modules[b] for b in made if b in record.modules), "")
+def _runs(events: Sequence[Any], records: Sequence[CompileRecord]) -> dict[Any, list[int]]:
+    """The programs that run in a range, by their places among the records. Dynamo's ranges have the
+    name of the compile; backward passes are numbered as their forward passes ran."""
+    backward = {r.name.partition("_")[2]: p for p, r in enumerate(records) if r.kind == "backward"}
+    passes = [e for e in events if _BACKWARD.fullmatch(e.name)]
+    runs = {e: [*backward.values()] for e in passes}
+    ran: list[str] = []
+    for e in (e for e in events if e.name.startswith(_REGION)):
+        made = [(p, r) for p, r in enumerate(records) if _REGION + r.compile_id == e.name]
+        runs[e] = [p for p, r in made if r.kind != "backward"]
+        ran += [r.name.partition("_")[2] for _, r in made if r.kind == "forward"]
+    if len(ran) == len(passes) and backward.keys() >= {*ran}:  # else some had no backward pass
+        passes.sort(key=lambda e: e.sequence_nr)
+        runs |= {e: [backward[n]] for e, n in zip(passes, ran, strict=True)}
+    return runs
 
 
 def _lines(note: str) -> tuple[str, ...]:
@@ -370,7 +394,7 @@ def _kind_of(name: str, outer: _Range | None) -> str | None:
         return LAUNCHING
     if name.startswith("autograd::engine") and (outer is None or outer.kind != AUTOGRAD):
         return AUTOGRAD
-    if name.startswith("aten::") and outer is None:
+    if name.startswith("aten::") and (outer is None or outer.kind == LAUNCHING):
         return "operators outside of programs"
     return None
 

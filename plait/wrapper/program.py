@@ -7,7 +7,7 @@ Nothing on the path of a call reads any of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,7 +47,8 @@ class CompileRecord:
     numerics, batch_invariant: options under which it was compiled. modules: the path of the module
     whose code makes a tensor, by its name; known where somebody listens.
     input_names, result_names: the user's words for what the program takes and returns, by position,
-    "" where there are none; empty where nobody listens."""
+    "" where there are none; empty where nobody listens. compile_id: Dynamo's compile, as
+    "frame/number"; "" where it was none."""
 
     name: str
     kind: str
@@ -67,6 +68,11 @@ class CompileRecord:
     modules: Mapping[str, str] = field(default_factory=dict)
     input_names: tuple[str, ...] = ()
     result_names: tuple[str, ...] = ()
+    compile_id: str = ""
+
+    def module_of(self, made: Iterable[str | None]) -> str:
+        """The module whose code makes the first of some buffers of which that is known."""
+        return next((self.modules[b] for b in made if b and b in self.modules), "")
 
     @property
     def fallback_reasons(self) -> dict[str, str]:

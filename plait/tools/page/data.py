@@ -138,7 +138,7 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
             "name": s.name,
             "device": s.device,
             "origin": [_origin(o) for o in s.origin],
-            "module": _module(s.outs, g),
+            "module": g.module_of(s.outs),
             "reads": [a.buffer for a in accesses if not a.writes],
             "writes": list(s.outs),
             "parts": [n.name for n in s.nests],
@@ -170,7 +170,7 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
         "name": s.kernel.name if s.kernel is not None else s.op,
         "device": made[0].device if made else "",
         "origin": [_origin(o) for o in s.origin],
-        "module": _module(s.made, g),
+        "module": g.module_of(s.made),
         "reads": list(dict.fromkeys(a.buf for a in operands)),
         "writes": list(s.made),
         "why": g.fallback_reasons.get(s.op, "no rule") if s.fallback else chosen,
@@ -189,11 +189,6 @@ def _kind_of_call(op: str, operations: int) -> str:
     if "attention" in op:
         return "attention"
     return "product" if operations else "operator"
-
-
-def _module(made: Iterable[str], g: CompileRecord) -> str:
-    """The module whose code makes the first of some buffers of which that is known."""
-    return next((g.modules[name] for name in made if name in g.modules), "")
 
 
 def _tensors(values: Iterable[ExternArg]) -> Iterator[TensorArg]:

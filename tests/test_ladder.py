@@ -650,6 +650,28 @@ def test_what_dynamo_leaves_to_eager_is_told(caplog: pytest.LogCaptureFixture) -
     )
 
 
+def test_functions_that_break_in_a_loop_are_told() -> None:
+    """Dynamo makes no graph of them, not even before the loop."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    def looping(x: torch.Tensor) -> torch.Tensor:
+        x = x.exp()
+        for _ in range(2):
+            x = step(x)
+        return x.tanh()
+
+    report = explained(looping, torch.ones(2))
+    (found,) = [line for line in report.left_to_eager if line.startswith("looping (test_ladder.py")]
+    assert found.endswith("Call to `torch._dynamo.graph_break()`, graph break in loop")
+    assert f"\n  {found}" in report.text.partition("leaves to eager from now on:")[2]
+    assert {op for g in report.graphs for op in ("exp", "tanh") if op in g.kernel_source} == set()
+    assert explained(looping, torch.ones(2)).left_to_eager.count(found) == 1
+
+
 def test_a_graph_as_it_came() -> None:
     gm = torch.fx.symbolic_trace(lambda x, y: (x + y, [x * 2, None]))
     kept, text = ladder.AsItCame(gm), str(gm.graph)

@@ -240,6 +240,16 @@ def test_layouts_that_are_not_the_users_are_told_apart() -> None:
     assert finding("across", 512, roofline=0.9) == []
 
 
+def test_a_break_is_named_once_for_all_sizes() -> None:
+    a_break = {"where": "model.py:3", "cause": "print", "hints": []}
+    other = a_break | {"where": "model.py:5"}
+    report = {"breaks": [a_break, other, a_break], "recompiles": [], "left_to_eager": ["f: x"]}
+    found = findings(report | {"graphs": []})
+    kinds = [(f["kind"], f["where"]) for f in found]
+    breaks = [("graph break", "model.py:3"), ("graph break", "model.py:5")]
+    assert kinds == [*breaks, ("left to eager", "")]
+
+
 def test_memory_over_a_program() -> None:
     lives = [
         Life("given", "input", 1000, -1, 3),

@@ -2,12 +2,14 @@
 eager, and guards on sizes that make it compile anew.
 
 A function that was compiled for too many sizes or values is left to eager by Dynamo, which says so
-in a warning of its log only; `watch_limits` reads it there.
+in a warning of its log only; `watch_limits` reads it there. So is one in which a graph ends where
+Dynamo cannot go on after it, as in a loop; `note_skipped` finds these among Dynamo's compiles.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import Any
 import sympy
 import torch._dynamo.config as dynamo_config
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._guards import CompileContext, TracingContext
 from torch.fx import GraphModule
 
@@ -26,7 +28,7 @@ from plait import compat
 from plait.log import logger
 
 left_to_eager: list[str] = []
-"""Functions of this process that Dynamo compiles no more, why, and the limit."""
+"""Functions of this process that Dynamo compiles no more, and why."""
 
 
 class _Limits(logging.Filter):
@@ -53,6 +55,17 @@ class _Limits(logging.Filter):
 def watch_limits() -> None:
     """From now on `left_to_eager` is kept."""
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_Limits())
+
+
+def note_skipped() -> None:
+    """Adds functions that Dynamo gave up at a break, of its last compiles, to `left_to_eager`."""
+    for m in get_compilation_metrics():
+        if m.fail_type == "Unsupported":
+            causes = re.findall(r"(?:\A|\*\*\*\n\n)(.+)", m.fail_reason or "")
+            function = f"{m.co_name} ({Path(m.co_filename or '').name}:{m.co_firstlineno})"
+            at = f"{Path(m.fail_user_frame_filename or '').name}:{m.fail_user_frame_lineno}"
+            if (text := f"{function}: {at}: {', '.join(causes)}") not in left_to_eager:
+                left_to_eager.append(text)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def _shown(
     details: bool,
     quiet: bool,
 ) -> Report:
+    dynamo.note_skipped()
     report = Report(
         tuple(records),
         tuple(breaks),

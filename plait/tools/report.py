@@ -42,7 +42,7 @@ class Report:
     given_up: parts of programs of this process that were to be CUDA graphs and, once they ran, were
     none, and why.
     left_to_eager: functions of this process that Dynamo compiles no more, since they were compiled
-    too often.
+    too often, or a graph ended in a loop.
     recompiled: what Dynamo compiled again in this process, the last ones, in order.
     starts: with the option warm_start: which functions of this process started warm, which were
     kept for the next one, and why others were not.

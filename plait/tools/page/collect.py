@@ -77,6 +77,7 @@ class Collector:
 
     def _noted(self) -> Mapping[str, Iterable[Any]]:
         """What the process keeps lists of."""
+        dynamo.note_skipped()
         return {
             "break": dynamo.breaks,
             "recompile": of_process.found,

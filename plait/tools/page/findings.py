@@ -25,7 +25,7 @@ MOST = 20  # findings of one kind
 def findings(report: Data) -> list[Data]:
     """A list of {kind, what, where, why, advice, graph, step}."""
     found: list[Data] = []
-    for b in report["breaks"]:
+    for b in {(b["where"], b["cause"]): b for b in report["breaks"]}.values():  # one for all sizes
         hints = [h.removeprefix("Hint: ") for h in b["hints"] if h.startswith("Hint: ")]
         why = "A graph ends here: nothing is fused across it, and Python runs in between"
         found.append(_finding("graph break", b["cause"], b["where"], why, " ".join(hints[:1])))
@@ -37,8 +37,9 @@ def findings(report: Data) -> list[Data]:
         why = f"{function} was compiled for the {nth} time, since a call failed this"
         found.append(_finding("recompile", what, ", ".join(dict.fromkeys(places)), why, advice))
     for what in report["left_to_eager"]:
-        why = "It was compiled too often: Dynamo compiles it no more"
-        found.append(_finding("left to eager", what, "", why, "see its recompiles"))
+        why = "Dynamo compiles it no more: Python runs it, and compiles only what it calls"
+        advice = "see its graph breaks and recompiles; a loop that breaks may call a function"
+        found.append(_finding("left to eager", what, "", why, advice))
     found += _layouts(report)[:MOST]
     for n, g in enumerate(report["graphs"]):
         for step in g["ladder"][:MOST]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import plait
+from plait.errors import UserError
 
 COMMANDS = {
     "bisect": "where a compiled program leaves eager, relative to float64",
@@ -46,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     at = next((k for k, a in enumerate(arguments, 1) if not a.startswith("-")), len(arguments))
     given = parser.parse_args(arguments[:at])
     home = HOMES.get(given.command, given.command)
-    importlib.import_module(f"plait.tools.{home}").main(arguments[at:])
+    try:
+        importlib.import_module(f"plait.tools.{home}").main(arguments[at:])
+    except UserError as error:
+        sys.exit(f"plait: {error}")
 
 
 if __name__ == "__main__":

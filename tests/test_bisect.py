@@ -341,10 +341,13 @@ def test_a_script_is_run(
     for words in ([], ["x.py", "--", "y.py"]):
         with pytest.raises(SystemExit):
             plait.__main__.main(["bisect", *words])
-    with pytest.raises(UserError, match="there is no Python file"):
+    with pytest.raises(SystemExit, match="plait: there is no Python file"):
         plait.__main__.main(["bisect", "--", "nowhere.py"])
-    with pytest.raises(UserError, match="defines no fn and no args"):
+    with pytest.raises(SystemExit, match=r"plait: .* defines no fn and no args"):
         plait.__main__.main(["reduce", str(Path(warm.__file__))])
+    file.write_text("import torch\ndef case():\n    return torch.sin, torch.ones(3)\n")
+    with pytest.raises(SystemExit, match=r"case is no function and its arguments\n.*\(x,\)"):
+        plait.__main__.main(["bisect", f"{file}:case"])
 
 
 class Block(nn.Module):

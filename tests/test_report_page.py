@@ -381,6 +381,7 @@ COMPILES = "import torch; torch.compile(lambda x: x.sin() + 1, backend='plait')(
         ("raise ValueError('mine')", 1),
         pytest.param("os._exit(3)", 3, marks=pytest.mark.slow),  # runs as little as a signal lets
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),  # as for want of memory
     ],
 )
 def test_a_command_ends_as_it_would(ends: str, status: int, tmp_path: Path) -> None:
@@ -390,7 +391,8 @@ def test_a_command_ends_as_it_would(ends: str, status: int, tmp_path: Path) -> N
     assert ("ValueError: mine" in done.stderr) == (status == 1)
     text = (tmp_path / "page.html").read_text()
     assert "plait_sin_add" in text
-    assert (f"exit status {status}" if status > 0 else "signal SIGTERM") in text
+    ended = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
+    assert ended in text
 
 
 def test_processes_that_a_command_starts_are_told_of(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class _Bisection:
     def say_nothing(self) -> None:
         """That nothing was found, and where it was not looked for."""
         if not self.n_graphs:
-            self.tell("no graph was compiled; plait.explain says why")
+            self.tell("torch.compile made no graph for plait; plait.explain says why")
             return
         self.tell(f"nothing found in {self.n_graphs} graphs: {self.n_compared} values compared")
         if self.passed_over:

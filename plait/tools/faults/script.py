@@ -114,8 +114,10 @@ def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             f"{file} defines no {' and no '.join(missing)}",
             hint=f"a script that compiles by itself stands behind --: -- {file}",
         )
-    fn, args = getattr(module, name)() if name else (module.fn, module.args)
-    return fn, tuple(args)
+    match getattr(module, name)() if name else (module.fn, module.args):
+        case [fn, [*args]]:
+            return fn, tuple(args)
+    raise UserError(f"{text} is no function and its arguments", hint="model, (x,): a tuple of them")
 
 
 def read_options(words: Sequence[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -83,10 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not command:
         parser.error("report needs a command")
     for file in filter(None, (given.page, given.json)):
-        try:
-            _check(file)
-        except UserError as error:
-            parser.error(error.what)
+        _check(file)
     with tempfile.TemporaryDirectory() as folder:
         status = _run(command, {**os.environ, "PLAIT_REPORT_TO": folder})
         events = list(_events(Path(folder)))
@@ -97,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
     print(f"plait: {given.page} tells of {len(data['graphs'])} graphs", file=sys.stderr)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        with suppress(OSError):  # SIGKILL has nothing but its default
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import json
+import linecache
 import os
 import re
 import shutil
@@ -238,6 +239,16 @@ def test_layouts_that_are_not_the_users_are_told_apart() -> None:
     for harmless in (("across", 4), ("in order", 1), ("in pieces", 0), ("by data", 0)):
         assert finding(*harmless) == []
     assert finding("across", 512, roofline=0.9) == []
+
+
+def test_cells_of_a_notebook_have_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "import torch\ndef fn(x):\n    return x.exp() + 2\n"
+    path = "/tmp/ipykernel_7/93618.py"
+    monkeypatch.setitem(linecache.cache, path, (len(cell), None, cell.splitlines(True), path))
+    names: dict[str, Any] = {}
+    exec(compile(cell, path, "exec"), names)
+    (g,) = plait.explain(names["fn"], torch.ones(8), quiet=True).to_json()["graphs"]
+    assert g["lines"] == {"93618.py:3": "return x.exp() + 2"}
 
 
 def test_a_break_is_named_once_for_all_sizes() -> None:

@@ -358,6 +358,8 @@ def _user_lines(places: Iterable[str]) -> dict[str, str]:
         path = getattr(module, "__file__", None)
         if isinstance(path, str):
             files.setdefault(Path(path).name, set()).add(path)
+    for path in linecache.cache:  # cells of a notebook
+        files.setdefault(Path(path).name, {path})
     for where in dict.fromkeys(places):
         name, _, number = where.partition(":")
         paths = files.get(name, set())

@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -391,6 +391,20 @@ def test_nobody_is_blamed_for_rounding(
         assert plait.bisect(block, ids, mask) is None
     graphs, values = map(int, re.findall(r"\d+", capsys.readouterr().out))
     assert graphs == 1 + training and values > 5 + 20 * training
+
+
+def test_a_bar_is_told_of_each_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+        told.append(f"{what}: {total}")
+        yield lambda: told.append("one more")
+
+    monkeypatch.setattr(bisecting, "progress", progress)
+    x = torch.randn(4, 4, requires_grad=True)
+    assert plait.bisect(lambda x: (x.sin() * 2).sum(), x, quiet=True) is None
+    assert told == ["graphs: 2", "one more", "one more"]
 
 
 def test_what_is_left_out_by_halves_is_the_smallest_set() -> None:

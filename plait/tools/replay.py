@@ -31,6 +31,7 @@ from pathlib import Path
 
 from plait.devices import facts_of
 from plait.errors import PlaitError
+from plait.log import progress
 from plait.wrapper.show import GIVEN, GIVEN_TENSORS
 
 _MADE = "[1-5]_*"
@@ -132,8 +133,10 @@ def rerun(folder: Path, out: Path, load: Sequence[str], jobs: int) -> None:
     jobs = max(1, min(jobs, len(graphs)))
     context = get_context("forkserver")
     context.set_forkserver_preload(["plait.compile"])  # by one process, for all of them
-    with ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(list(load),)) as pool:
-        list(pool.map(_again, graphs, [out] * len(graphs), chunksize=4))
+    pool = ProcessPoolExecutor(jobs, context, initializer=_begin, initargs=(list(load),))
+    with pool, progress("graphs", len(graphs)) as one_more:
+        for _ in pool.map(_again, graphs, [out] * len(graphs), chunksize=4):
+            one_more()
 
 
 def _begin(load: Sequence[str]) -> None:

@@ -3,6 +3,7 @@ and beside keys behind it that a mask leaves out. On a GPU: test_gpu_invariance.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,6 +157,21 @@ def test_attention(lengths: tuple[int, int], width: int, dtype: torch.dtype, cau
         made, want = compiled(fn)(*xs).double(), fn(*(x.double() for x in xs))
         worst = (fn(*xs).double() - want).abs().max()
     assert (made - want).abs().max() <= 2.5 * worst
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_heads_and_a_longer_text(dtype: torch.dtype) -> None:
+    """The library's kernel, which takes fewer heads of keys as they are, has other tiles there."""
+    xs = [torch.randn(3, heads, 300, 20).to(dtype) for heads in (6, 2, 2)]
+    fn = functools.partial(attend, is_causal=True, enable_gqa=True)
+    assert not differing(fn, xs)
+    with torch.no_grad():
+        long, short = compiled(fn)(*xs), compiled(fn)(*(x[:, :, :60].clone() for x in xs))
+        want, eager = (fn(*given).double() for given in ([x.double() for x in xs], xs))
+    assert torch.equal(long[:, :, :60], short)
+    assert (long.double() - want).abs().max() <= 2.5 * (eager - want).abs().max()
+    text = plait.explain(fn, *xs, options=OPTIONS, quiet=True).text
+    assert "batch_invariant" in text and "not promised" not in text
 
 
 @pytest.mark.parametrize("more", [3, 600])

@@ -102,6 +102,9 @@ def test_whatever_a_function_says_stays_true() -> None:
     found = plait.reduce(lambda x: (x + 1).sin() * 0 + (x + 1), x, failing=failing, quiet=True)
     assert found is not None and found.n_operators == 1 and "12344" in found.script
     assert "manual_seed" not in found.script
+    assert "check" not in found.script  # of other failures, which it does not have
+    assert found.script.endswith('print(torch.compile(fn, backend="plait", options={})(*args))\n')
+    exec(found.script, {})
 
 
 @pytest.mark.slow

@@ -99,7 +99,8 @@ def paste(
     p: Piece, options: Mapping[str, Any], seed: int | None, folder: Path, check: str = WRONG
 ) -> Pasted:
     """The script of a piece. seed: of arguments like those of the piece; None: its own, large ones
-    from a file in the folder. check: what is called in plait.tools.faults.check. Raises NoText."""
+    from a file in the folder. check: what is called in plait.tools.faults.check; "": fn is only
+    called. Raises NoText."""
     names = [n.name for n in p.module.graph.find_nodes(op="placeholder")]
     if seed is None:
         lines = _saved(names, p.given, folder)
@@ -107,11 +108,13 @@ def paste(
         made = [f"{n} = {like(x)}" for n, x in zip(names, p.given, strict=True)]
         lines = [f"torch.manual_seed({seed})", *made]
     args = f"args = ({', '.join(names)}{',' if len(names) == 1 else ''})"
-    head = ["import torch", "", "from plait.tools.faults import check", "", ""]
+    head = ["import torch", *["", "from plait.tools.faults import check"] * bool(check), "", ""]
     text = "\n".join([*head, function_text(p.module), "", "", *lines, args, ""])
     scope: dict[str, Any] = {}
     exec(compile(text, "<pasted>", "exec"), scope)
     end = f"raise SystemExit(check.{check}, options={dict(options)!r}))\n"
+    if not check:
+        end = f'print(torch.compile(fn, backend="plait", options={dict(options)!r})(*args))\n'
     return Pasted(text + end, scope["fn"], scope["args"])
 
 

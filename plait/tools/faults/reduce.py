@@ -104,8 +104,8 @@ class Tries:
 @dataclass(frozen=True)
 class Reduced:
     """outcome: what becomes of the script, as it became of the program: "exit 1" (a wrong number,
-    or slower than eager), "signal SIGSEGV", "hang", "raises ValueError: ...". n_operators: in it.
-    """
+    or slower than eager), "signal SIGSEGV", "hang", "raises ValueError: ..."; "it fails" as
+    `failing` says. n_operators: in it."""
 
     outcome: str
     n_operators: int
@@ -149,7 +149,7 @@ def _reduced(
     seconds: float,
     tell: Tell,
 ) -> Reduced | None:
-    check = f"slower(fn, *args, factor={slower}" if slower else WRONG
+    check = f"slower(fn, *args, factor={slower}" if slower else "" if failing else WRONG
     untold: dict[str, None] = {}
     with tempfile.TemporaryDirectory() as folder, closing(Trials()) as trials:
         for g, cfg in graphs:

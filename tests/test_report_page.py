@@ -486,6 +486,7 @@ def test_calls_of_operators_are_timed_beside_kernels(tmp_path: Path) -> None:
     for words in ("matrix products", "convolutions", "attention", "other operators of PyTorch"):
         assert f'<th scope="row">{words}</th>' in text
     assert "<code>aten::mm</code>" in text  # among what takes most time
+    assert "Of one call of each graph" in text
 
 
 def test_a_call_on_a_gpu_is_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,7 @@ RESULTS: dict[str, Program] = {
         lambda x, y: torch.isin(x.t(), y.t()),
         (zeros(8, 2), zeros(1, 9)),
     ),
+    "isin among a cube": (torch.isin, (ones(2, 33, 33), ones(2, 33, 33))),
     "addr": (torch.addr, (ones(dtype=DOUBLE), torch.randn(3), torch.randn(4))),
     "addr of a row": (torch.addr, (torch.randn(4), torch.randn(3), torch.randn(4))),
     "huber_loss": (F.huber_loss, (torch.randn(9).half(), torch.randn(9))),

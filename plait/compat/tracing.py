@@ -29,8 +29,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Graph, GraphModule, Proxy, graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
@@ -47,6 +47,15 @@ T = TypeVar("T")
 Compiler = Callable[..., Callable[..., Any]]
 
 
+_canonical = symbolic_shapes._canonicalize_bool_expr_impl
+
+
+def _canonical_or_known(expr: Any) -> Any:
+    """Nothing is left of a tautology such as `n == 1 or n != 1`, which torch does not expect."""
+    return expr if isinstance(expr, sympy.logic.boolalg.BooleanAtom) else _canonical(expr)
+
+
+symbolic_shapes._canonicalize_bool_expr_impl = _canonical_or_known
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 """Values of meta["recompute"] that make the partitioner save a node for backward, or compute it
 again there."""
@@ -237,7 +246,7 @@ class Fakes:
     nobody."""
 
     def __init__(self) -> None:
-        self.env = ShapeEnv()
+        self.env = symbolic_shapes.ShapeEnv()
         self.mode = fake_tensor.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
 
     def symbol(self, name: str, lo: float, hi: float, hint: int | None) -> Any:

@@ -174,6 +174,14 @@ def test_grouped_heads_and_a_longer_text(dtype: torch.dtype) -> None:
     assert "batch_invariant" in text and "not promised" not in text
 
 
+def test_heads_in_uneven_groups_are_the_librarys() -> None:
+    """What it gives for them only eager knows: nothing reads beyond the keys."""
+    q, k = torch.randn(1, 3, 8, 16), torch.randn(1, 2, 8, 16)
+    fn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    with torch.no_grad():
+        assert compiled(lambda q, k: fn(q, k, k)[0])(q, k).shape == fn(q, k, k)[0].shape
+
+
 @pytest.mark.parametrize("more", [3, 600])
 @pytest.mark.parametrize("mask", ["bool", "least", "infinite"])
 def test_keys_that_do_not_count_change_nothing(mask: str, more: int) -> None:

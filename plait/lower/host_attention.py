@@ -47,10 +47,10 @@ def host_attention(
         return None
     if not (isinstance(heads, int) and isinstance(depth, int) and 0 < depth <= _DEEPEST):
         return None
-    if k.shape[1] != heads:  # grouped: the library's kernel has no copy of them
-        if not (ctx.cfg.batch_invariant and isinstance(k.shape[1], int) and k.shape[1] > 0):
+    if (few := k.shape[1]) != heads:  # grouped: the library's kernel has no copy of them
+        if not (ctx.cfg.batch_invariant and isinstance(few, int) and few and heads % few == 0):
             return None
-        group, shape = heads // k.shape[1], (*q.shape[:2], *k.shape[2:])
+        group, shape = heads // few, (*q.shape[:2], *k.shape[2:])
         k, v = (x.remap(shape, lambda i: (i[0], i[1] // group, *i[2:])) for x in (k, v))
     scores = (*q.shape[:3], k.shape[2])
     if mask is not None and not _is_added(mask, scores):

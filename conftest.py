@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.guards
 
 from plait.capture import dynamo
 from plait.capture.recompiles import of_process
+from plait.compat.frames import guards_unmeasured
 from plait.runtime import cubin_pool
 from plait.wrapper.program import Program
 from tests import other_torch
@@ -265,9 +265,6 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = str(config.cache.mkdir("plait"))
     os.environ.setdefault("PLAIT_CACHE_DIR", folder)
     os.environ.setdefault("PLAIT_TRUST", folder)  # wherever the tree lies
-    # Dynamo measures guards for its log, 24 ms a frame. plait leaves that out where it compiles;
-    # here other backends do without it, too.
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
     # pytest listens to loggers that do not propagate, and torch prints every graph if one listens.
     trace = logging.getLogger("torch.__trace")
     trace.handlers.clear()
@@ -291,6 +288,13 @@ def _registered() -> None:
         registry.register_backend(plait_backend, name="plait")
     if "PYTEST_XDIST_WORKER" in os.environ:
         cubin_pool.MAX_WORKERS = 1  # every process of the tests has a pool of its own
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unmeasured() -> Iterator[None]:
+    """plait has Dynamo leave this out where it compiles; here other backends do without it, too."""
+    with guards_unmeasured():
+        yield
 
 
 def _seed() -> None:

@@ -104,9 +104,9 @@ def main() -> None:
                 got = run(*args[0]).clone()
                 assert bits is None or torch.equal(got, bits), f"{name}: {tile} has other bits"
                 bits = got
-                rows, columns, *rest = tile
+                rows, columns, *others = tile
                 how = " stays" if stays else ""
-                words.append(f"{rows}x{columns}{rest}{how} {one_us(run, args):.1f}")
+                words.append(f"{rows}x{columns}{others}{how} {one_us(run, args):.1f}")
             print(f"{name} {m}x{n}x{k}: {', '.join(words)}", flush=True)
 
 

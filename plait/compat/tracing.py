@@ -56,6 +56,7 @@ def _canonical_or_known(expr: Any) -> Any:
 
 
 symbolic_shapes._canonicalize_bool_expr_impl = _canonical_or_known
+
 MUST_SAVE, MUST_RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 """Values of meta["recompute"] that make the partitioner save a node for backward, or compute it
 again there."""

@@ -20,7 +20,12 @@ from plait import compat
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # at::Reduction
 _demand: Any = torch._check
-_rows: Any = torch.atleast_2d
+
+
+def _rows(x: Tensor) -> Tensor:
+    rows: Tensor = torch.atleast_2d(x)  # type: ignore[no-untyped-call]
+    _demand(rows.shape[1] != 0, lambda: f"rows without numbers: {x.shape}")
+    return rows
 
 
 def _reduced(each: Tensor, reduction: int) -> Tensor:
@@ -32,7 +37,6 @@ def _multi_margin(
     weight: Tensor | None = None, reduction: int = _MEAN,
 ) -> Tensor:  # fmt: skip
     rows, labels = _rows(x), target.reshape(target.shape or (1,))
-    _demand(rows.shape[1] != 0, lambda: f"rows without numbers: {x.shape}")
     _demand(p in (1, 2), lambda: "only p == 1 and p == 2 supported")
     _demand(labels.shape == rows.shape[:1], lambda: f"target of inconsistent size {target.shape}")
     labels = labels.unsqueeze(1)
@@ -48,7 +52,6 @@ def _multi_margin(
 
 def _multilabel_margin(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
     rows, labels = _rows(x), _rows(target)
-    _demand(rows.shape[1] != 0, lambda: f"rows without numbers: {x.shape}")
     _demand(target.shape == x.shape, lambda: f"target of inconsistent size {target.shape}")
     counted = (labels == -1).cumsum(1) == 0
     labels = torch.where(counted, labels, 0)

@@ -84,6 +84,7 @@ def _amd(name: str) -> Gpu:
 
 
 _AS_BF16 = "def p_as_bf16(x):\n    return x.to(tl.bfloat16).to(tl.float32)\n"
+
 # The instructions give the largest number for larger ones, and know one NaN. One number at a time,
 # and as 32 bits: of a pair of codes, the second of which is shifted down beside the first, ptxas
 # 12.8 takes the second from a register that nothing was written to.

@@ -259,8 +259,7 @@ class _Function:
                 stack.pop()
                 continue
             form = (codec(n) if self.float8 else None) or short_form(n)
-            if form is None:
-                form = (near(n) if n in self.rounded else None) or inverse(n)
+            form = form or (near(n) if n in self.rounded else None) or inverse(n)
             needed = n.args if form is None else form.operands
             if missing := [a for a in needed if a not in self._names]:
                 stack += reversed(missing)

@@ -84,13 +84,13 @@ def compile_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def record(
-    fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode, **options: bool
+    fn: Callable[..., Any], *args: torch.Tensor, mode: FakeTensorMode, **options: Any
 ) -> CompileRecord:
     with mode, torch.no_grad():
         graph = make_fx(torch.func.functionalize(fn), compat.decompositions.decomposition_table())(
             *args
         )
-    cfg = Config(gpu_arch="sm_90", verify=True, **options)  # type: ignore[arg-type]
+    cfg = Config(gpu_arch="sm_90", verify=True, **options)
     return pipeline.compile_graph(Captured(graph, "test", "inference"), cfg).record
 
 
@@ -638,6 +638,14 @@ def test_precision_may_be_chosen_by_the_newer_switches(compile_only: None) -> No
             assert bool(of(p, Launch)) == (precision == "tf32")  # an operand with its channels last
     finally:
         cuda.matmul.fp32_precision, cudnn.conv.fp32_precision = before
+
+
+def test_only_calls_with_eagers_bits_are_eagers_own(compile_only: None) -> None:
+    """cuBLASLt computes others on a GPU, which has other kernels for odd lengths."""
+    mode, xs = fakes((64, 512), (512, 50257))
+    for numerics in ("default", "eager"):
+        (call,) = of(record(torch.mm, *xs, mode=mode, numerics=numerics).wrapper, CallExtern)
+        assert call.as_eager == (numerics == "eager"), call
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.kernel.triton.dialects import NVIDIA
 from plait.kernel.triton.ops import prelude_for
@@ -56,6 +56,22 @@ def test_models_have_eagers_bits(name: str, dtype: torch.dtype, train: bool) -> 
     x = inputs().cuda()
     x = x.to(dtype) if x.is_floating_point() else x
     assert has_eagers_bits(module, x, train)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_are_those_that_eager_calls(dtype: torch.dtype) -> None:
+    """cuBLASLt has others for odd lengths, one column, and what a batch is added to."""
+
+    def products(*xs: Tensor) -> list[Tensor]:
+        x, words, b, one, q, k, bias = xs
+        y = torch.baddbmm(bias, q, k.mT, beta=1.0, alpha=0.125)
+        return [x @ words.T, torch.addmm(b, x, one), y, torch.bmm(q, k.mT)]
+
+    torch.manual_seed(0)
+    shapes = (2048, 768), (50257, 768), (1,), (768, 1), (32, 512, 64), (32, 512, 64), (32, 1, 512)
+    xs = [torch.randn(*shape, device="cuda", dtype=dtype) for shape in shapes]
+    same = torch.compile(products, backend="plait", options={"numerics": "eager"})
+    assert all(map(torch.equal, products(*xs), same(*xs)))
 
 
 def test_products_and_sums_are_rounded_one_by_one() -> None:

@@ -101,6 +101,7 @@ struct CallExtern {
   std::vector<Result> outs;
   std::vector<SlotId> into;
   bool may_keep;
+  bool as_eager;
 };
 
 struct CallPython {
@@ -173,7 +174,7 @@ Instr read_instr(Reader& in, int32_t opcode) {
     case 12: return Launch{in.kernel(), in.slots(), in.exprs(), in.slots(), in.expr(), in.flag(),
         in.flag(), in.expr()};
     case 13: return CallExtern{in.string(), in.string(), in.operands(), in.keywords(), in.results(),
-        in.slots(), in.flag()};
+        in.slots(), in.flag(), in.flag()};
     case 14: return CallPython{in.callable(), in.string(), in.operands(), in.keywords(),
         in.results()};
     case 15: return CallPrograms{in.control(), in.programs(), in.word(), in.word(), in.string(),

@@ -270,7 +270,7 @@ class Resolver {
     }
     out_.road = road;
     out_.makes_result = !out;
-    out_.by_blaslt = blaslt_library() != nullptr;
+    out_.by_blaslt = !in_.as_eager && blaslt_library() != nullptr;
   }
 
   const CallExtern& in_;

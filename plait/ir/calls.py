@@ -226,6 +226,7 @@ class Extern:
     mutates: buffers it writes in place. effectful: must run even if unused, and in program order
     with other effectful calls.
     may_keep: it may keep or alias its arguments, so these must not live in an arena.
+    as_eager: its results have eager's bits: nothing else that computes the same stands for it.
     held: buffers that a collective which this call waits for was given: it counts as a reader.
     callable_index: >= 0 means Python callable of that number.
     control: it runs subprograms; the op is the higher-order operator that it came from.
@@ -246,6 +247,7 @@ class Extern:
     held: tuple[str, ...] = ()
     effectful: bool = False
     may_keep: bool = True
+    as_eager: bool = False
     callable_index: int = -1
     control: Control | None = None
     kernel: DeviceKernel | None = None

@@ -199,9 +199,8 @@ def call_op(
         )
     positional, named = _split_operands(op, operands)
     outs, symbols, result = results(ctx, val, used)
-    direct = facts.out_op and all(o is not None for o in outs) and not symbols
-    if ctx.cfg.keeps_bits:  # given memory, libraries may take other algorithms
-        direct = False
+    as_eager = ctx.cfg.keeps_bits  # given memory, libraries may take other algorithms
+    direct = facts.out_op and all(o is not None for o in outs) and not symbols and not as_eager
     ctx.ops.append(
         Extern(
             outs,
@@ -213,6 +212,7 @@ def call_op(
             mutates=_bufs(operands, facts.mutates),
             effectful=facts.effectful or effectful,
             may_keep=facts.may_keep,
+            as_eager=as_eager,
             fallback=fallback,
             out_op=facts.out_op if direct else "",
             out_names=facts.out_names if direct else (),

@@ -338,8 +338,9 @@ class CallExtern:
     elements. An int result defines a symbol of that name.
     into: names of existing tensors that receive the results (`out=` variants: then `op` is the out
     overload, the tensors stand in kwargs too and outs is empty). may_keep: the op may keep or alias
-    its arguments, so none of them lies in an arena. fence: it orders streams or makes another one
-    the current one, and stays where it is."""
+    its arguments, so none of them lies in an arena. as_eager: its results have eager's bits; else
+    products on a GPU may be cuBLASLt's. fence: it orders streams or makes another one the current
+    one, and stays where it is."""
 
     op: Operator
     args: Operands
@@ -347,6 +348,7 @@ class CallExtern:
     outs: Results
     into: AllUsed = ()
     may_keep: Flag = True
+    as_eager: Flag = False
     fence: ForPasses = False
 
     @property

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.kernel.triton.dialects import NVIDIA
+from plait.kernel.triton.dialects import GPUS, NVIDIA
 from plait.kernel.triton.ops import prelude_for
 from plait.runtime.triton_worker import load_module
 from tests import bits
@@ -115,7 +115,8 @@ def test_deterministic_algorithms_give_the_same_bits_each_time() -> None:
 def test_inverses_are_what_division_gives(tmp_path: Path) -> None:
     """Of all numbers from 1 on: the same, and where results are not normal, the same or the next
     one."""
-    text = f"{NVIDIA.head}{prelude_for('p_inverse', NVIDIA.instructions)}\n\n{COMPARE}"
+    helpers = prelude_for("p_inverse", NVIDIA.instructions(GPUS["sm_80"]))
+    text = f"{NVIDIA.head}{helpers}\n\n{COMPARE}"
     compare = load_module("compare", text, tmp_path).compare
     for first, last, most in ((ONE, NORMAL, 0), (NORMAL, INFINITE, 1)):
         programs = (last - first) // 4096

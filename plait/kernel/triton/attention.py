@@ -81,7 +81,7 @@ class _Writer(Writer):
         lines = [f"{name}: tl.constexpr = tl.constexpr({x!r})" for name, x in constants]
         dialect = DIALECTS[self.gpu.backend]
         body = "\n\n".join(["\n".join(lines), *functions])
-        prelude = prelude_for(body, dialect.instructions_of(self.gpu))
+        prelude = prelude_for(body, dialect.instructions(self.gpu))
         text = "\n\n".join(
             part for part in (dialect.head, prelude, body, template("attention")) if part
         )

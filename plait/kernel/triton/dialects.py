@@ -8,7 +8,7 @@ row is meant.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from plait.config import Config
 from plait.errors import UserError
@@ -24,11 +24,10 @@ class Dialect:
     begins: how names of its GPUs begin, as native/core/drivers has them.
     gpu: what Triton's compiler calls the GPU of a name.
     known: names of those that the compiler has code for; of two that run here the last is better.
-    instructions: helper functions that are one instruction (ops.py has the others).
+    instructions: helper functions of a GPU that are one instruction (ops.py has the others).
     wait: how a kernel waits for the one ahead of it in its stream.
     release: how it lets the next one come beside it, which waits for its end all the same.
     first_early: the first of the GPUs whose kernels can do so, as Triton numbers them, or None.
-    first_short: the first of those with instructions that round to bfloat16 and TF32, or None.
     first_float8: the first of those with instructions for floats of 8 bits, or None.
     """
 
@@ -36,11 +35,10 @@ class Dialect:
     begins: tuple[str, ...]
     gpu: Callable[[str], Gpu]
     known: tuple[str, ...]
-    instructions: Mapping[str, str] = field(repr=False)
+    instructions: Callable[[Gpu], Mapping[str, str]]
     wait: str = ""
     release: str = ""
     first_early: int | None = None
-    first_short: int | None = None
     first_float8: int | None = None
 
     @property
@@ -49,13 +47,6 @@ class Dialect:
         return (
             f"import triton\nimport triton.language as tl\nfrom {self.library} import libdevice\n\n"
         )
-
-    def instructions_of(self, gpu: Gpu) -> Mapping[str, str]:
-        """The helpers of a GPU."""
-        if _is_since(self.first_short, gpu):
-            return self.instructions
-        rest = {name: text for name, text in self.instructions.items() if name != "p_tf32"}
-        return {**rest, "p_as_bf16": _AS_BF16}
 
     def starts_early(self, gpu: Gpu) -> bool:
         """Whether kernels can be launched before the one ahead of them has ended."""
@@ -110,6 +101,60 @@ _FOUR_INTEGERS = """def p_four_{kind}8(x):
         "=r,f,f,f,f", [x], tl.{name}8, True, 4,
     )
 """
+_NVIDIA_HELPERS = {
+    "p_ex2": """def p_ex2(x):
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+""",
+    "p_rcp": """def p_rcp(x):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+""",
+    # The compiler may not see that half of a number will do, since ptxas (12.8 to 13.0) is
+    # wrong there: it takes neg.s16 and abs.s16 of -32768 for 32768 where the result is widened,
+    # and adds 0 where only half of a pair of sums with a constant is used.
+    "p_low_half": """def p_low_half(x):
+    wide = x.to(tl.int32)
+    return tl.inline_asm_elementwise("cvt.u16.u32 $0, $1;", "=h,r", [wide], tl.int16, True, 1)
+""",
+    "p_as_bf16": """def p_as_bf16(x):
+    both = tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], tl.int32, True, 1
+    )
+    return both.to(tl.float32, bitcast=True)
+""",
+    **{
+        f"p_four_{kind}8": _FOUR_INTEGERS.format(kind=kind, asm=asm, name=name)
+        for kind, asm, name in (("i", "s", "int"), ("u", "u", "uint"))
+    },
+    # Tensor cores cut off what they are given.
+    "p_tf32": """def p_tf32(x):
+    bits = tl.inline_asm_elementwise(
+        "cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1
+    )
+    return bits.to(tl.float32, bitcast=True)
+""",
+    "p_nearest": """def p_nearest(x):
+    return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
+""",
+    **{
+        f"p_{name}_{kind}": text.format(kind=kind)
+        for kind in ("e4m3", "e5m2")
+        for name, text in (("one", _ONE_CODE), ("four", _FOUR_CODES))
+    },
+    "p_number_of_e4m3": """def p_number_of_e4m3(x):
+    return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+""",
+    "p_number_of_e5m2": """def p_number_of_e5m2(x):
+    return x.to(tl.float8e5, bitcast=True).to(tl.float32)
+""",
+}
+
+
+def _nvidia_helpers(gpu: Gpu) -> Mapping[str, str]:
+    """Older ones have no instructions that round to bfloat16 and TF32."""
+    rest = {name: text for name, text in _NVIDIA_HELPERS.items() if name != "p_tf32"}
+    return _NVIDIA_HELPERS if _is_since(80, gpu) else {**rest, "p_as_bf16": _AS_BF16}
+
+
 # The assembler ends the process at a number that it does not know.
 _CAPABILITIES = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 NVIDIA = Dialect(
@@ -117,77 +162,33 @@ NVIDIA = Dialect(
     begins=("sm_", "ptx_"),
     gpu=_nvidia,
     known=tuple(f"{kind}_{n}" for kind in ("ptx", "sm") for n in _CAPABILITIES),
-    instructions={
-        "p_ex2": """def p_ex2(x):
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-""",
-        "p_rcp": """def p_rcp(x):
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-""",
-        # The compiler may not see that half of a number will do, since ptxas (12.8 to 13.0) is
-        # wrong there: it takes neg.s16 and abs.s16 of -32768 for 32768 where the result is widened,
-        # and adds 0 where only half of a pair of sums with a constant is used.
-        "p_low_half": """def p_low_half(x):
-    wide = x.to(tl.int32)
-    return tl.inline_asm_elementwise("cvt.u16.u32 $0, $1;", "=h,r", [wide], tl.int16, True, 1)
-""",
-        "p_as_bf16": """def p_as_bf16(x):
-    both = tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], tl.int32, True, 1
-    )
-    return both.to(tl.float32, bitcast=True)
-""",
-        **{
-            f"p_four_{kind}8": _FOUR_INTEGERS.format(kind=kind, asm=asm, name=name)
-            for kind, asm, name in (("i", "s", "int"), ("u", "u", "uint"))
-        },
-        # Tensor cores cut off what they are given.
-        "p_tf32": """def p_tf32(x):
-    bits = tl.inline_asm_elementwise(
-        "cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1
-    )
-    return bits.to(tl.float32, bitcast=True)
-""",
-        "p_nearest": """def p_nearest(x):
-    return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
-""",
-        **{
-            f"p_{name}_{kind}": text.format(kind=kind)
-            for kind in ("e4m3", "e5m2")
-            for name, text in (("one", _ONE_CODE), ("four", _FOUR_CODES))
-        },
-        "p_number_of_e4m3": """def p_number_of_e4m3(x):
-    return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-""",
-        "p_number_of_e5m2": """def p_number_of_e5m2(x):
-    return x.to(tl.float8e5, bitcast=True).to(tl.float32)
-""",
-    },
+    instructions=_nvidia_helpers,
     wait="tl.extra.cuda.gdc_wait()",
     release="tl.extra.cuda.gdc_launch_dependents()",
     first_early=90,
-    first_short=80,
     first_float8=89,
 )
 _CLAMPED = """def p_four_{kind}8(x):
     whole = tl.where(x == x, tl.minimum(tl.maximum(libdevice.nearbyint(x), {low}.0), {high}.0), 0.0)
     return whole.to(tl.{name}8)
 """
+_AMD_HELPERS = {
+    "p_ex2": "def p_ex2(x):\n    return tl.exp2(x)\n",
+    "p_rcp": "def p_rcp(x):\n    return 1.0 / x\n",
+    "p_low_half": "def p_low_half(x):\n    return x.to(tl.int32).to(tl.int16)\n",
+    "p_four_i8": _CLAMPED.format(kind="i", low=-128, high=127, name="int"),
+    "p_four_u8": _CLAMPED.format(kind="u", low=0, high=255, name="uint"),
+    "p_nearest": """def p_nearest(x):
+    return tl.where(x == x, libdevice.nearbyint(x), 0.0).to(tl.int32)
+""",
+    "p_as_bf16": _AS_BF16,
+}
 AMD = Dialect(
     library="triton.language.extra.hip",
     begins=("gfx",),
     gpu=_amd,
     known=("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201"),
-    instructions={
-        "p_ex2": "def p_ex2(x):\n    return tl.exp2(x)\n",
-        "p_rcp": "def p_rcp(x):\n    return 1.0 / x\n",
-        "p_low_half": "def p_low_half(x):\n    return x.to(tl.int32).to(tl.int16)\n",
-        "p_four_i8": _CLAMPED.format(kind="i", low=-128, high=127, name="int"),
-        "p_four_u8": _CLAMPED.format(kind="u", low=0, high=255, name="uint"),
-        "p_nearest": """def p_nearest(x):
-    return tl.where(x == x, libdevice.nearbyint(x), 0.0).to(tl.int32)
-""",
-    },
+    instructions=lambda gpu: _AMD_HELPERS,
 )
 DIALECTS = {"cuda": NVIDIA, "hip": AMD}
 """By Triton's name of the compiler."""

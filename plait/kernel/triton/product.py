@@ -155,7 +155,7 @@ class _Writer(Writer):
             finish += f"\n\n{results_of(self.product, given, self.outs, names, True, by_row)[0]}"
         variants = tuple(self._variant(v, sizes, checks) for v in versions)
         rounds = "p_tf32" if self._rounds else ""
-        prelude = prelude_for(f"{finish}\n{made}\n{rounds}", dialect.instructions_of(self.gpu))
+        prelude = prelude_for(f"{finish}\n{made}\n{rounds}", dialect.instructions(self.gpu))
         texts = ["product", *(["described_product"] if any(v.described for v in versions) else [])]
         parts = (dialect.head, prelude, finish, made, *map(template, texts))
         text = "\n\n".join(filter(None, parts))
@@ -229,7 +229,7 @@ class _Writer(Writer):
     @property
     def _rounds(self) -> bool:
         """Whether factors in float32 are rounded."""
-        return self._cut.tf32 and "p_tf32" in DIALECTS[self.gpu.backend].instructions_of(self.gpu)
+        return self._cut.tf32 and "p_tf32" in DIALECTS[self.gpu.backend].instructions(self.gpu)
 
     @property
     def _factor_nbytes(self) -> int:

@@ -311,7 +311,7 @@ def emit_kernel(
     # Through Triton's own launcher a size of 1 would become a constant without a type.
     plain = f"(do_not_specialize={sizes})" if sizes else ""
     function = f"@triton.jit{plain}\ndef {symbol}({', '.join((*pointers, *sizes))}):\n{body}"
-    prelude = prelude_for(function, dialect.instructions_of(gpu))
+    prelude = prelude_for(function, dialect.instructions(gpu))
     text = dialect.head + "\n" + (f"{prelude}\n\n" if prelude else "") + function
     signature = {
         **{p: POINTERS[b.dtype.name] for p, b in zip(pointers, kernel.args, strict=True)},

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.log import watched
+
 HEADS = 12
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -49,7 +51,8 @@ def main() -> None:
     print("| width | batch | causal | length | attention µs | GFLOP/s | steps µs |")
     print("|--:|--:|---|--:|--:|--:|--:|")
     lengths = [n for n in LENGTHS if n <= args.longest]
-    for width, batch, causal, n in product((32, 64), (1, 8), (False, True), lengths):
+    cases = [*product((32, 64), (1, 8), (False, True), lengths)]
+    for width, batch, causal, n in watched("cases", cases):
         q, k, v = (torch.randn(batch, n, HEADS, width).transpose(1, 2) for _ in range(3))
         mask = torch.ones(n, n, dtype=torch.bool).triu(1) if causal else None
 

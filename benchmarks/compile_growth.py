@@ -36,7 +36,7 @@ from benchmarks.table import render
 from plait.compile import compile_texts
 from plait.config import Config
 from plait.graph.captured import Captured
-from plait.log import PassLog
+from plait.log import PassLog, watched
 from plait.wrapper.native import encode
 
 aten = torch.ops.aten
@@ -252,7 +252,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [int(n) for n in args.sizes.split(",")]
     device = "cuda" if args.gpu else "cpu"
-    for pattern in args.patterns or PATTERNS:
+    for pattern in watched("patterns", args.patterns or PATTERNS):
         stages(pattern, 100, device)  # what is imported and remembered first
         profile = cProfile.Profile() if args.profile else None
         found = {n: stages(pattern, n, device, profile if n == sizes[-1] else None) for n in sizes}

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import plait
 from benchmarks.kernels_cpu import race
 from plait.kernel.cpu import passes, vectorize
+from plait.log import watched
 from plait.runtime.generated import _MIN_SPLIT_NS, _pool
 
 Case = tuple[Callable[[Tensor], Tensor], tuple[int, int]]
@@ -60,7 +61,7 @@ def rows(
     mine = getattr(module, name)
     yield [name, *(f"**{v:g}**" if v == mine else f"{v:g}" for v in values)]
     yield ["---", *("---:" for _ in values)]
-    for case, (fn, shape) in cases.items():
+    for case, (fn, shape) in watched(name, cases.items()):
         x = torch.rand(shape)
         sides = {f"{v}": compiled(fn, x, module, name, v) for v in values}
         best = race(sides, (x,), 1.0, 1)

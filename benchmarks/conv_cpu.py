@@ -14,6 +14,7 @@ import torch
 from table import render
 
 from plait.graph.conv_cost import Convolution, host_gain_ns
+from plait.log import watched
 
 aten = torch.ops.aten
 CASES = [  # batch, channels, size, results, filter, stride, groups, -1: one that is transposed
@@ -85,7 +86,7 @@ def row(case: tuple[int, ...]) -> list[str]:
 
 def main() -> None:
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(render(HEADS, [row(case) for case in CASES]))
+    print(render(HEADS, [row(case) for case in watched("cases", CASES)]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from table import render
 from torch import Tensor
 
+from plait.log import watched
+
 aten = torch.ops.aten
 f32, bf16 = torch.float32, torch.bfloat16
 Case = tuple[tuple[int, ...], tuple[int, ...], Any, Any, bool, Any, int]
@@ -137,7 +139,7 @@ def as_images(x: Tensor, w: Tensor, rest: list[Any]) -> tuple[Tensor, Tensor, li
 def layouts(names: list[str]) -> None:
     """Prints what cuDNN takes in either layout."""
     rows = []
-    for name in names:
+    for name in watched("cases", names):
         for dtype in (f32, bf16):
             x, w, rest = as_images(*made(CASES[name], dtype))
             row = [f"{name}, {str(dtype)[6:]}"]
@@ -180,7 +182,7 @@ def peers(fn: Callable[..., Tensor]) -> Iterator[tuple[str, Callable[..., Tensor
 def race(names: list[str]) -> None:
     """Prints times and errors of one convolution by each."""
     rows, heads = [], [""]
-    for name in names:
+    for name in watched("cases", names):
         for dtype in (f32, bf16):
             x, w, rest = made(CASES[name], dtype)
             b = torch.randn(w.shape[1] * rest[-1] if rest[3] else w.shape[0]).to(x)

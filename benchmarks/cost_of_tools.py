@@ -25,6 +25,7 @@ from pathlib import Path
 
 from benchmarks.machine import ROOT, machine
 from benchmarks.table import render
+from plait.log import watched
 
 BEFORE = "165155e8"  # the last commit without reports, profiles, numerics and what finds faults
 PAGE = ROOT / "benchmarks" / "results" / "cost-of-tools.md"
@@ -116,7 +117,7 @@ def main() -> None:
     with checked_out(args.before) as tree, tempfile.TemporaryDirectory() as caches:
         trees = {"before": tree, "now": ROOT}
         runs: dict[str, list[Figures]] = {name: [] for name in trees}
-        for k in range(args.rounds + 1):
+        for k in watched("rounds", range(args.rounds + 1)):
             for name in (*trees,) if k % 2 else (*reversed(trees),):
                 (cache := Path(caches) / name).mkdir(exist_ok=True)
                 found = in_process(trees[name], cache)

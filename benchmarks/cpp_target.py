@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.models import gpt2
 from benchmarks.native_call import add_sum, build, chain, dynamic, linear, measure
 from plait.config import Config
+from plait.log import watched
 from plait.runtime.load import Program
 from plait.wrapper.cpp import build_cpp, load_program, make_cpp
 from plait.wrapper.instructions import Launch, WrapperProgram
@@ -89,7 +90,7 @@ def of_compilers() -> None:
     )
     records: list[CompileRecord] = []
     token = observers.set((records.append,))
-    for name, how in COMPILERS.items():
+    for name, how in watched("compilers", COMPILERS.items()):
         ns, kernels = [], []
         for n in (2, 62):
             torch._dynamo.reset()
@@ -136,7 +137,7 @@ def builds() -> None:
         "| ---: |"
     )
     cpp: dict[str, float] = {}
-    for name in COMPILERS:
+    for name in watched("compilers", COMPILERS):
         with tempfile.TemporaryDirectory() as folder:
             env = {
                 **os.environ,

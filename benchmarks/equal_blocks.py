@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.machine import ROOT
 from benchmarks.table import render
+from plait.log import watched
 
 WAYS = ("whole", "block", "region")
 BUILDING = ("build kernels", "load")
@@ -103,7 +104,7 @@ def main() -> None:
         return
     sizes = [int(n) for n in args.layers.split(",")]
     rows = []
-    for way in args.ways.split(","):
+    for way in watched("ways", args.ways.split(",")):
         found = [in_process(way, n, args.train) for n in sizes]
         for key in ("all", "own", "building", "own and building"):
             values = [sum(f[k] for k in key.split(" and ")) for f in found]

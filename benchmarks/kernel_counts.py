@@ -27,6 +27,8 @@ from models import CASES, TextModel
 from table import render
 from torch import Tensor, nn
 
+from plait.log import watched
+
 LIMIT = 1.05
 
 
@@ -154,7 +156,7 @@ def main() -> None:
         print(json.dumps(measure(compiler, model, bool(int(train)))))
         return
     rows, externs = [], []
-    for model in sys.argv[1:] or MODELS:
+    for model in watched("models", sys.argv[1:] or MODELS):
         for train in (False, True):
             name = f"{model}, training" if train else model
             ours = in_process("plait", model, train)

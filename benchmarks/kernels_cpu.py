@@ -22,6 +22,7 @@ import torch
 
 import plait
 from benchmarks.kernel_cases import Case, cases
+from plait.log import watched
 
 FLOOR_US = 20.0
 TOLERANCE = 1.02
@@ -120,7 +121,7 @@ def main() -> None:
     for threads in options.threads:
         torch.set_num_threads(threads)
         rows = []
-        for name in names:
+        for name in watched("kernels", names):
             row = measure(name, every[name], peers, options.seconds, threads)
             rows.append(row)
             if options.json:

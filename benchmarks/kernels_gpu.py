@@ -32,6 +32,7 @@ from plait.graph.captured import Captured
 from plait.ir.calls import TensorArg
 from plait.kernel.triton.dialects import gpu_of
 from plait.kernel.triton.target import emit_kernel
+from plait.log import watched
 from plait.lower.graph import load_rules, lower_graph
 from plait.pipelines import clean_graph, schedule
 from plait.runtime.triton_worker import load_module
@@ -320,7 +321,7 @@ def main() -> None:
     load_rules()
     rows, lines = [], []
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
+        for name in watched("kernels", names):
             try:
                 row = measure(name, Path(folder))
             except Exception as error:  # noqa: BLE001  (one case must not cost the others' numbers)

@@ -18,6 +18,7 @@ import triton
 from table import render
 
 from plait.config import Config
+from plait.log import watched
 from plait.runtime.cubin import Job
 from plait.runtime.cubin_pool import CubinPool
 from plait.runtime.triton_worker import load_module
@@ -73,7 +74,7 @@ def main() -> None:
             check=True,
         )
         pool = CubinPool(2)
-        for n in (1, 4, 19):
+        for n in watched("kernels", (1, 4, 19)):
             job = Job(
                 f"touch{n}", source(n), {f"p{k}": "*fp32" for k in range(n)}, 10 * major + minor, 4
             )

@@ -20,6 +20,7 @@ from table import render
 from torch import Tensor
 
 from plait.ir.dtypes import DType, bf16, f16, f32
+from plait.log import watched
 from plait.runtime.load import Program, load
 from plait.wrapper.instructions import CallExtern, Ref, Return, TensorInput, WrapperProgram
 from plait.wrapper.native import encode
@@ -131,7 +132,7 @@ def device() -> None:
     """Eager's algorithm against the plan's, and what a program adds to a plan."""
     rows = []
     for name, (dtype, torch_dtype) in DTYPES.items():
-        for op, shape in SHAPES:
+        for op, shape in watched(name, SHAPES):
             *batch, m, k, n = shape
             make = {"device": "cuda", "dtype": torch_dtype}
             tensors = [torch.randn(*batch, m, k, **make), torch.randn(*batch, n, k, **make).mT]

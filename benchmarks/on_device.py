@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from plait.log import progress
+
 T = TypeVar("T")
 REPLAYS = 8
 
@@ -147,7 +149,9 @@ def raced(
 
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     found = {}
-    for row in rows_of(command, min(args.jobs, len(names)), args.seconds):
-        found[row["name"]] = row["found"]
-        print(" | ".join(row_of(row["name"], row["found"])), flush=True)
+    with progress("rows", len(names), prints=True) as one_more:
+        for row in rows_of(command, min(args.jobs, len(names)), args.seconds):
+            found[row["name"]] = row["found"]
+            print(" | ".join(row_of(row["name"], row["found"])), flush=True)
+            one_more()
     return found

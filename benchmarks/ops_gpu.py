@@ -20,6 +20,7 @@ from table import render
 from torch import Tensor
 
 import plait.ops as ops
+from plait.log import watched
 
 CALLS, ROUNDS = 20, 15
 Call = Callable[[], object]
@@ -241,7 +242,7 @@ def cases() -> list[tuple[str, Call, Call, Call | None]]:
 def main() -> None:
     """Prints a table."""
     rows = []
-    for name, eager, ours, python in cases():
+    for name, eager, ours, python in watched("operators", cases()):
         calls = [eager, ours, *([python] if python else [])]
         for call in calls:
             call()

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import plait
+from plait.log import watched
 
 ROWS = {  # rows, depth, columns
     "tf6 qkv": (256, 256, 768),
@@ -106,9 +107,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     print(f"{'':17}{'plain':>9}{'rows':>9}{'oneDNN':>9}{'ours':>9}{'error':>9}{'eager':>9}")
-    for name in (*ROWS, *IMAGES):
-        if any(fnmatch.fnmatch(name, pattern) for pattern in args.names):
-            print(measure(name, args.seconds), flush=True)
+    known = (*ROWS, *IMAGES)
+    names = [n for n in known if any(fnmatch.fnmatch(n, pattern) for pattern in args.names)]
+    for name in watched("products", names):
+        print(measure(name, args.seconds), flush=True)
 
 
 if __name__ == "__main__":

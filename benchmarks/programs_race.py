@@ -215,11 +215,13 @@ def main() -> None:
     if args.peer:
         work(*args.names, args.peer, args.device)
         return
+    from plait.log import watched  # a peer loads plait when its clock runs
+
     known = ["eager", "fused", *MODES, *(GRAPHS if args.device == "cuda" else ())]
     if args.peers:
         known = [p for p in (*known, *NAMED) if p in args.peers.split(",")]
     names = [n for n in programs() if not args.names or _is_meant(n, args.names)]
-    for begin in range(0, len(names), args.together):
+    for begin in watched("programs", range(0, len(names), args.together)):
         some, apart = names[begin : begin + args.together], args.together == 1
         race(some, args.device, known, args.rounds, args.seconds, apart)
 

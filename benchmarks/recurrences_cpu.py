@@ -23,6 +23,7 @@ from torch import Tensor
 
 import plait
 from plait.devices import DEVICES
+from plait.log import watched
 from plait.schedule.plan import kernels_of
 
 Program = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
@@ -132,7 +133,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     print("program     limit  kernels  functions  g++, s  call, µs")
-    for name in args.programs or PROGRAMS:
+    for name in watched("programs", args.programs or PROGRAMS):
         program = PROGRAMS[name](args.steps)
         made = {limit: built(program, limit) for limit in limits}
         best = dict.fromkeys(made, float("inf"))

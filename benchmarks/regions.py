@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait.capture.program as road
+from plait.log import watched
 from plait.wrapper.program import Program
 
 WIDTH, HEADS = 128, 4
@@ -135,7 +136,8 @@ def main() -> None:
     for block in (Gpt2Block, LlamaBlock):
         block.forward = torch.compiler.nested_compile_region(block.forward)  # type: ignore[method-assign]
         times(block, 2, options)  # what is loaded once
-        runs = [[times(block, n, options) for n in (few, many)] for _ in range(3)]
+        rounds = watched(f"{block.__name__}, rounds", range(3))
+        runs = [[times(block, n, options) for n in (few, many)] for _ in rounds]
         for kind in runs[0][0]:
             row = f"| {block.__name__} | {kind}"
             for clock in (0, 1):

@@ -23,6 +23,7 @@ from kernels_gpu import CASES
 from table import render
 from triton.testing import do_bench
 
+from plait.log import watched
 from plait.wrapper.program import CompileRecord, observers
 
 NAMES = (
@@ -86,7 +87,7 @@ def main() -> None:
     out = arguments.pop(arguments.index("--json") + 1) if "--json" in arguments else None
     rows, lines = [], []
     with torch.no_grad():
-        for name in [a for a in arguments if a != "--json"] or NAMES:
+        for name in watched("cases", [a for a in arguments if a != "--json"] or NAMES):
             try:
                 row = measure(name)
             except Exception as error:  # noqa: BLE001  (one case must not cost the others' numbers)

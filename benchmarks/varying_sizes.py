@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.capture.backend import plait_backend
+from plait.log import watched
 
 ROUNDS, CALLS = 60, 5
 
@@ -90,7 +91,7 @@ def fresh(fn: Callable[..., Any]) -> Callable[..., Any]:
 def main() -> None:
     """Prints a line a case."""
     torch.set_num_threads(1)
-    for name, fn, shape, vary in cases():
+    for name, fn, shape, vary in watched("cases", cases()):
         x = torch.randn(shape)
         calls = [compiled(fresh(fn), x, dims) for dims in ((), vary)]
         best = [float("inf")] * 2

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,14 +122,14 @@ class PassLog:
             _trace(f"plait_{self.name}_{filename}", content)
 
 
-BAR_S = 2.0
-"""Seconds after which people want to see how far something is."""
+BAR_S = 2.0  # seconds after which people want to see how far something is
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int, prints: bool = False) -> Iterator[Callable[[], None]]:
     """Gives what is called after each of so many steps; threads may call it at once. What takes
-    longer than BAR_S has a bar on standard error, if that is a terminal."""
+    longer than BAR_S has a bar on standard error, if that is a terminal. prints: lines that are
+    printed on this terminal meanwhile stand above the bar."""
     if not sys.stderr.isatty() or find_spec("rich") is None:  # no compile fails for want of a bar
         yield lambda: None
         return
@@ -137,9 +137,10 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)  # lines stay as they are printed
+    above = prints and sys.stdout.isatty()
     bar = Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+        *columns, console=console, transient=True, redirect_stdout=above, redirect_stderr=prints
     )
     task = bar.add_task("", total=total)
     shown = threading.Timer(BAR_S, bar.start)
@@ -151,6 +152,14 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         shown.cancel()
         shown.join()  # it may be about to begin
         bar.stop()
+
+
+def watched(what: str, items: Collection[T]) -> Iterator[T]:
+    """The items one after the other, for a command that prints lines: `progress` of them."""
+    with progress(what, len(items), prints=True) as one_more:
+        for item in items:
+            yield item
+            one_more()
 
 
 def _logging_level(level: int) -> int:

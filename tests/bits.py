@@ -13,6 +13,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
+from plait.log import watched
 from tests import opinfo_tools as tools
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
@@ -146,11 +147,8 @@ def main() -> None:
     parser.add_argument("--shard", default="0/1", help="K/N: every N-th case, from the K-th")
     args = parser.parse_args()
     k, n = map(int, args.shard.split("/"))
-    ran = 0
-    for j, (op, dtype, train) in enumerate(cases(args.device)):
-        if j % n != k or args.only not in tools.name_of(op):
-            continue
-        ran += 1
+    mine = [c for c in islice(cases(args.device), k, None, n) if args.only in tools.name_of(c[0])]
+    for op, dtype, train in watched("cases", mine):
         try:
             for line in differing(op, dtype, train, args.device):
                 print("other bits:", line, flush=True)
@@ -159,7 +157,7 @@ def main() -> None:
             print(
                 f"{tools.name_of(op)} {dtype} {train}: {type(error).__name__}: {text}", flush=True
             )
-    print(f"{ran} cases")
+    print(f"{len(mine)} cases")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from plait import compat
 from plait.compile import Program, compile_texts
 from plait.errors import PlaitError
 from plait.graph.captured import Captured
+from plait.log import watched
 from plait.wrapper.program import CompileRecord
 from tests.fuzz.check import _Run
 from tests.fuzz.make import generate
@@ -124,9 +125,7 @@ def main() -> None:
     compat.autograd.training_reason = lambda *_: "its programs are texts"
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    for k, (name, compile_it) in enumerate(programs()):
-        if k % every:
-            continue
+    for name, compile_it in watched("programs", [*programs()][::every]):
         torch._dynamo.reset()
         try:
             compile_it()

@@ -6,7 +6,6 @@ op samples, with their dtypes changed.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from plait.capture.early_kernels import Kernels, early_kernels
 from plait.graph.refuse import LIST, Taken, tensors_of
-from tests.opinfo_tools import UNTRACEABLE, Case, name_of, pick, traceable
+from plait.log import watched
+from tests.opinfo_tools import UNTRACEABLE, Case, pick, traceable
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -201,8 +201,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     found: list[Call] = []
-    for op in ops():
-        print(name_of(op), file=sys.stderr, flush=True)
+    for op in watched("operators", ops()):
         found += recorded(op, _SAMPLES)
     lines = []
     for name, calls in sorted(by_operator(found).items()):

@@ -24,6 +24,7 @@ from plait.ir.expr import Expr, Size, symbol
 from plait.ir.loops import Buffer, Load, Node, apply, cast, const, loop_vars, node
 from plait.ir.record import Recorder
 from plait.kernel.null.run import run_kernel
+from plait.log import watched
 from plait.runtime.toolchain import ISAS, Isa
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store
 from plait.schedule.text import kernel_text
@@ -499,7 +500,7 @@ def main() -> None:
         if sys.argv[1] == "--many":
             first, count = int(sys.argv[2]), int(sys.argv[3])
             isas = sys.argv[4:] or ["avx512"]
-            for seed in range(first, first + count):
+            for seed in watched("kernels", range(first, first + count)):
                 for name in isas:
                     try:
                         wrong = check(seed, ISAS[name], Path(folder), threads=1 + seed % 3)

@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from plait.ir.calls import all_programs
 from plait.ir.dtypes import b1, f32, f64, i64
 from plait.ir.expr import Size, compare, evaluate, smax, symbol
+from plait.log import progress
 from plait.runtime.load import LoadError, PlanError, Program, load
 from plait.wrapper import instructions as ins
 from plait.wrapper.instructions import ListOf, Literal, Ref, ValueOf, WrapperProgram
@@ -551,16 +552,18 @@ def fuzz(
     with tempfile.TemporaryDirectory(prefix="plait_fuzz_") as folder:
         programs = Path(folder) / "programs"
         programs.write_bytes(pickle.dumps(corpus(Path(folder))))
-        while tally.seed < count and time.monotonic() < end:
-            _follow(tally, programs, count, sanitized, state, end)
+        with progress("plans", count - tally.seed, prints=True) as one_more:
+            while tally.seed < count and time.monotonic() < end:
+                _follow(tally, programs, count, sanitized, state, end, one_more)
     if state is not None:
         tally.write(state)
     return tally
 
 
 def _follow(
-    tally: Tally, programs: Path, count: int, sanitized: bool, state: Path | None, end: float
-) -> None:
+    tally: Tally, programs: Path, count: int, sanitized: bool, state: Path | None, end: float,
+    one_more: Callable[[], None],
+) -> None:  # fmt: skip
     """One process, to the end of the seeds or of itself."""
     command = [
         sys.executable,
@@ -593,6 +596,7 @@ def _follow(
                 at = int(rest)
                 continue
             _note(tally, at, kind, rest)
+            one_more()
             at = None
             if state is not None and tally.seed % 1000 == 0:
                 tally.write(state)
@@ -607,6 +611,7 @@ def _follow(
         raise RuntimeError(f"the process that runs plans ended:\n{words[-3000:]}")
     if at is not None:
         _note(tally, at, "bad", f"ended by {worker.returncode}: {_told(words)}")
+        one_more()
 
 
 def _stop_hanging(worker: subprocess.Popen[str], alive: list[float]) -> None:

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from plait.errors import Unsupported
 from plait.kernel.triton.dialects import GPUS
 from plait.kernel.triton.target import TritonKernel, emit_kernel
+from plait.log import watched
 from plait.runtime.cubin import NUMBERS
 from plait.runtime.triton_worker import load_module
 from tests.fuzz_kernels import Maker
@@ -45,7 +46,7 @@ def main() -> None:
     gpu, first, count = GPUS[sys.argv[1]], *map(int, sys.argv[2:4])
     n = 0
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(first, first + count):
+        for seed in watched("kernels", range(first, first + count)):
             kernel = dataclasses.replace(Maker(seed).kernel(), name=f"fuzz_{seed}")
             try:
                 made = emit_kernel(kernel, kernel.name, gpu=gpu)

@@ -25,6 +25,7 @@ from plait.ir.loops import Load, loop_vars, node
 from plait.kernel.null.run import run_kernel
 from plait.kernel.triton.dialects import GPUS
 from plait.kernel.triton.target import TritonTarget, emit_kernel
+from plait.log import watched
 from plait.runtime.generated import GpuKernel
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.fuzz_kernels import Maker, compare
@@ -80,7 +81,7 @@ def wrong(
     run = runner(kernels)
     found = []
     with np.errstate(all="ignore"):
-        for kernel in kernels:
+        for kernel in watched("kernels", kernels):
             if text := compare(kernel, makers[kernel.name], run, 1):
                 found.append(f"{kernel.name}: {text[:300]}")
     return found

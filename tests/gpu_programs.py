@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import plait
+from plait.log import watched
 
 Maker = Callable[..., torch.Tensor]
 
@@ -51,7 +52,7 @@ def inputs(name: str, device: str) -> list[torch.Tensor]:
 
 def main() -> None:
     """Compiles and runs all of them, and waits."""
-    for name, (fn, _, _) in PROGRAMS.items():
+    for name, (fn, _, _) in watched("programs", PROGRAMS.items()):
         args = inputs(name, "cuda")
         plait.compile(fn, tuple(args))(*args)
     torch.cuda.synchronize()

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from plait.kernel.triton.target import TritonTarget
 from plait.kernel.triton.user import unit_of
+from plait.log import watched
 from plait.runtime.cubin import NUMBERS, Job
 from plait.runtime.triton_worker import load_module
 from tests.gpu_row_orders import HALF, Program, Shapes, attend_biased, jobs
@@ -118,7 +119,7 @@ def main() -> None:
     most: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = f"{folder}/cache"
-        for job in different.values():
+        for job in watched("kernels", different.values()):
             needed, there = shared_nbytes(job, Path(folder)), job.gpu.most_shared
             assert there is not None and needed <= there, f"{job.name}: {needed}\n{job.text}"
             most[job.gpu.name] = max(most.get(job.gpu.name, 0), needed)

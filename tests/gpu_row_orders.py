@@ -27,6 +27,7 @@ from plait import compat
 from plait.compile import compile_texts
 from plait.config import Config
 from plait.graph.captured import Captured
+from plait.log import watched
 from plait.runtime.cubin import Job
 from plait.runtime.triton_worker import load_module
 
@@ -142,7 +143,7 @@ def main() -> None:
     """Command line: see the module's docstring."""
     n = 0
     with tempfile.TemporaryDirectory() as folder:
-        for fn, shapes, dtype in PROGRAMS:
+        for fn, shapes, dtype in watched("programs", PROGRAMS):
             found = {
                 job.name: orders(in_tritons_language(job, Path(folder)))
                 for job in jobs(fn, shapes, dtype)

@@ -21,6 +21,7 @@ from plait.ir.dtypes import DType, bf16, f32, f64, i64
 from plait.ir.expr import Expr, Size, evaluate, numel, symbol
 from plait.ir.loops import Buffer, Load, Node, cast, const, loop_vars, node, walk
 from plait.kernel.null.run import run_kernel
+from plait.log import watched
 from plait.schedule.plan import Kernel, Reduce, Stmt, Store, part_of
 from tests.gpu_kernels import OnDevice
 from tests.kernel_tools import strided
@@ -399,7 +400,8 @@ def main() -> None:
             for shape in ((2, 300, 17), (2, 300, 1), (2, 20003, 1))
         ]
         jobs += [partial(column_softmax, shape, runner) for shape in ((2, 2100, 20), (2, 2048, 64))]
-        found = [job() for job in jobs[:: int((sys.argv[1:] or "1")[0])]]
+        some = jobs[:: int((sys.argv[1:] or "1")[0])]
+        found = [job() for job in watched("reductions", some)]
     wrong = [text for text in found if text]
     print("\n".join([*wrong, f"{len(found)} reductions, {len(wrong)} wrong"]))
     sys.exit(1 if wrong else 0)

@@ -23,6 +23,7 @@ from plait.ir.ops import ATOMICS
 from plait.ir.record import Recorder
 from plait.kernel.null.run import run_kernel
 from plait.kernel.stores import STORES
+from plait.log import watched
 from plait.schedule.plan import Kernel, Reduce, Store
 from tests.kernel_tools import strided
 
@@ -145,7 +146,7 @@ def main() -> None:
     wrong, count = [], 0
     with tempfile.TemporaryDirectory() as folder:
         for name in ("f32", "i32", "i64"):
-            for kernel, lengths in cells(DTYPES[name]):
+            for kernel, lengths in watched(f"stores of {name}", [*cells(DTYPES[name])]):
                 (store,) = kernel.stmts
                 assert isinstance(store, Store)
                 if store.mode != "store" and name not in ATOMICS.get(store.mode, ()):

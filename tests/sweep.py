@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
+from plait.log import watched
 from tests import opinfo_tools as tools
 from tests.error_inputs import compare, errors_table
 from tests.unfit import DTYPES, compare_unfit, is_asked, lost, unfit_table
@@ -240,7 +241,7 @@ def sweep(names: Sequence[str], state: Path, limit: float) -> None:
     done = read_state(state)
     todo = [n for n in names if n not in done or done[n].get("failures")]
     worker: Worker | None = None
-    for k, name in enumerate(todo):
+    for k, name in enumerate(watched("cases", todo)):
         if worker is None or worker.spent:
             if worker is not None:
                 worker.stop()

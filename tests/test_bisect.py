@@ -397,11 +397,11 @@ def test_a_bar_is_told_of_each_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     @contextmanager
-    def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    def progress(what: str, total: int, prints: bool) -> Iterator[Callable[[], None]]:
         told.append(f"{what}: {total}")
         yield lambda: told.append("one more")
 
-    monkeypatch.setattr(bisecting, "progress", progress)
+    monkeypatch.setattr("plait.log.progress", progress)
     x = torch.randn(4, 4, requires_grad=True)
     assert plait.bisect(lambda x: (x.sin() * 2).sum(), x, quiet=True) is None
     assert told == ["graphs: 2", "one more", "one more"]

@@ -350,6 +350,32 @@ def test_what_takes_long_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     assert "weaving" in shown(Terminal(), "2/3")
 
 
+def test_lines_stand_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both are on one terminal; else what is printed is as it was."""
+    monkeypatch.setattr(log, "BAR_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    line = f"[bold] {'word ' * 30}end"
+
+    def shown(out: io.StringIO, err: io.StringIO) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        for k in log.watched("woven", range(9)):
+            end = time.monotonic() + 30
+            while err.isatty() and f"{k}/9" not in err.getvalue() and time.monotonic() < end:
+                time.sleep(0.01)
+            print(line)
+            if k == 2:
+                break
+        assert sys.stdout is out
+        return out.getvalue(), err.getvalue()
+
+    assert shown(io.StringIO(), io.StringIO()) == (f"{line}\n" * 3, "")
+    printed, bar = shown(io.StringIO(), Terminal())
+    assert printed == f"{line}\n" * 3 and "2/9" in bar and line not in bar
+    printed, both = shown(Terminal(), Terminal())
+    assert printed == "" and both.count(f"\x1b[2K{line}\n") == 3
+
+
 def test_the_roofline_goes_by_size() -> None:
     copies = {"4096": 1000, "8192": 1600, str(1 << 28): 1 << 27}
     assert copied_ns(100, copies) == 1000

@@ -261,7 +261,7 @@ def test_a_sweep_tells_a_bar_of_each_case(monkeypatch: pytest.MonkeyPatch, tmp_p
     told: list[str] = []
 
     @contextlib.contextmanager
-    def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    def progress(what: str, total: int, prints: bool) -> Iterator[Callable[[], None]]:
         told.append(f"{what}: {total}")
         yield lambda: told.append("one more")
 

@@ -19,7 +19,7 @@ import os
 import queue
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from benchmarks.suite import records as book
 from benchmarks.suite.child import Child, Figures, cpu_threads, devices
 from benchmarks.suite.models import missing
 from benchmarks.suite.run import commit, say
+from plait.log import progress
 
 now = time.monotonic
 Parts = list[tuple[str, list[str]]]
@@ -111,7 +112,8 @@ class Sweep:
                 (s, parts) for job in jobs for s in self.chosen if (parts := self.open(s, job))
             ]
             say(f"{len(waiting)} processes to come, {together} at a time")
-            self.wave(waiting, together)
+            with progress("processes", len(waiting), prints=True) as one_more:
+                self.wave(waiting, together, one_more)
 
     def open(self, subject: Subject, job: tuple[str, ...]) -> Parts:
         """The variants of a job's parts that nothing is known of; with --changed, of this plait,
@@ -136,8 +138,10 @@ class Sweep:
             return True
         return self.args.changed and figures["plait"] != self.plait
 
-    def wave(self, waiting: list[tuple[Subject, Parts]], together: int) -> None:
-        """Processes, so many at a time."""
+    def wave(
+        self, waiting: list[tuple[Subject, Parts]], together: int, one_more: Callable[[], None]
+    ) -> None:
+        """Processes, so many at a time. One that is lost is followed by another of its subject."""
         running: list[Running] = []
         while waiting or running:
             late = now() - self.began > 60 * self.args.minutes
@@ -155,6 +159,8 @@ class Sweep:
                 say(f"{now() - self.began:5.0f} s  {r.subject.name}: {'; '.join(outline(r))}")
                 if left := r.left():
                     waiting.append((r.subject, left))
+                else:
+                    one_more()
             if late:
                 say(f"the time is up: {len(waiting)} processes have not ended or begun")
                 return

@@ -221,7 +221,7 @@ class Sweep:
         self.stop_starting_at = self.close_at - 60
 
     def run(self) -> None:
-        with progress("cases", len(self.waiting)) as self.one_more:
+        with progress("cases", len(self.waiting), prints=True) as self.one_more:
             self._run()
 
     def _run(self) -> None:

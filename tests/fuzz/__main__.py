@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from plait.log import progress
+from plait.log import progress, watched
 from tests.fuzz.make import SUBJECTS, generate
 from tests.fuzz.pool import Worker
 from tests.fuzz.program import Program
@@ -81,7 +81,7 @@ def run(
 
     with (
         tempfile.TemporaryDirectory(prefix="plait-fuzz-") as cache,
-        progress("programs", first + count - data["next"]) as one_more,
+        progress("programs", first + count - data["next"], prints=True) as one_more,
     ):
         threads = [threading.Thread(target=work, args=(cache,), daemon=True) for _ in range(jobs)]
         for t in threads:
@@ -154,7 +154,7 @@ def shrink_all(state: Path, folder: Path, device: str, subject: str) -> None:
     data = json.loads(state.read_text())
     folder.mkdir(exist_ok=True)
     worker, seen = Worker(), Counter[str]()
-    for failure in data["failures"]:
+    for failure in watched("failures", data["failures"]):
         if failure["kind"] not in ("fault", "crash", "hang"):
             continue
         key = signature(failure)

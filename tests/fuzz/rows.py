@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.log import progress
+from plait.log import watched
 
 ALL, COUNTS = 7, (1, 2, 5)
 MOST = 40_000
@@ -302,19 +302,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     bad = 0
-    with progress("programs", args.count) as one_more:
-        for seed in range(args.first, args.first + args.count):
-            made = Maker(seed).generate()
-            try:
-                wrong = check(made, args.device)
-            except Exception as error:  # noqa: BLE001  (it is a finding)
-                wrong = f"{type(error).__name__}: {str(error)[:300]}"
-            if wrong:
-                bad += 1
-                print(
-                    f"seed {seed}: {wrong}\n{made.inputs}\n{made.weights}\n{made.text}", flush=True
-                )
-            one_more()
+    for seed in watched("programs", range(args.first, args.first + args.count)):
+        made = Maker(seed).generate()
+        try:
+            wrong = check(made, args.device)
+        except Exception as error:  # noqa: BLE001  (it is a finding)
+            wrong = f"{type(error).__name__}: {str(error)[:300]}"
+        if wrong:
+            bad += 1
+            print(f"seed {seed}: {wrong}\n{made.inputs}\n{made.weights}\n{made.text}", flush=True)
     print(f"{args.count} programs, {bad} bad")
     sys.exit(bad > 0)
 

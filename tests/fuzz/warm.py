@@ -44,6 +44,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.capture.warm import frames as warm_frames
+from plait.log import watched
 from plait.runtime.toolchain import ISAS
 
 LIB, MAIN = "warmfuzz_lib", "warmfuzz_main"
@@ -863,17 +864,16 @@ def main() -> int:
     if a.seed is not None:
         return look(a.seed, a.version)
     told, start = Told(), time.time()
-    for name in FEATURES if a.sweep else ():
-        if a.sweep in name:
+    if a.sweep:
+        for name in watched("features", [name for name in FEATURES if a.sweep in name]):
             before = len(told.bad)
             sweep(name, told)
             for bad in told.bad[before:]:
                 print(json.dumps(bad), flush=True)
             print(f"{name}: {told.counts['pairs']} pairs, {time.time() - start:.0f} s", flush=True)
-    if a.sweep:
         print(report(told, time.time() - start))
         return int(bool(told.bad))
-    for seed in range(a.first, a.first + a.count):
+    for seed in watched("programs", range(a.first, a.first + a.count)):
         if time.time() - start > a.seconds:
             break
         before = len(told.bad)

@@ -28,7 +28,7 @@ from plait.errors import PlaitError
 from plait.ir.calls import Extern
 from plait.ir.effects import defines
 from plait.ir.loops import Loop, Pointwise
-from plait.log import progress
+from plait.log import watched
 from plait.lower.calls import origin_of, where_of
 from plait.schedule.plan import Plan
 from plait.tools.faults.evaluate import Unknown
@@ -138,16 +138,12 @@ class _Bisection:
 
     def first(self, graphs: Sequence[tuple[Recorded, Config]]) -> Found | None:
         """What is wrong in the first graph in which something is."""
-        found = None
-        with progress("graphs", len(graphs)) as one_more:
-            while found is None and self.n_graphs < len(graphs):
-                graph, cfg = graphs[self.n_graphs]
-                self.n_graphs += 1
-                found = self._failing(graph, cfg) or self._wrong_number(graph, cfg)
-                one_more()
-        if found is not None:
-            self.tell(f"{found.text}\n\n{found.script}")
-        return found
+        for graph, cfg in watched("graphs", graphs):
+            self.n_graphs += 1
+            if found := self._failing(graph, cfg) or self._wrong_number(graph, cfg):
+                self.tell(f"{found.text}\n\n{found.script}")
+                return found
+        return None
 
     def say_nothing(self) -> None:
         """That nothing was found, and where it was not looked for."""

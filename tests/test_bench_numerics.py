@@ -4,6 +4,7 @@ do, and its page. The figures of the page are made up."""
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.numerics import __main__ as command
 from benchmarks.numerics import page, programs
-from benchmarks.numerics.worker import Compared, Rows, digest
+from benchmarks.numerics.worker import Compared, Rows, Timed, digest
 from benchmarks.suite import records as book
 from benchmarks.suite.models import Model, Plain, normal
 from benchmarks.suite.run import say
@@ -104,7 +105,12 @@ def test_parts_fit_the_model() -> None:
     on_gpu = programs.subjects("cuda", small=False)
     assert {"llama/float32", "llama/bfloat16", "resnet18/float32"} <= set(on_gpu)
     assert "xlnet/float32" not in on_gpu
-    case = found["llama/bfloat16"].case(False)
+    llama = found["llama/bfloat16"]
+    for part, rows in programs.TOKENS.items():
+        assert part in llama.parts() and part not in found["bert/bfloat16"].parts()
+        timed = llama.timed(part)
+        assert [x.make(timed.batch).shape for x in timed.model.inputs.values()] == [(rows, 1)]
+    case = llama.case(False)
     assert programs.lengths(case) == (18, 25, 48) and case.batch == 2
 
 
@@ -137,6 +143,7 @@ def rows() -> list[book.Record]:
         other={"plait": figures(9, 0.25, "c")},
         batch={"eager": batch, "plait-invariant": fine},
         cost={"plait": {"ms": 2.0}, "eager": {"ms": 4.0}},
+        **{"token-32": {"plait": {"ms": 0.5}, "plait-invariant": {"ms": 0.6}}},
     )
     bad = record(
         "bert/bfloat16",
@@ -177,6 +184,9 @@ def test_the_page_says_what_the_records_say() -> None:
         "1 of 2", "-", "1 of 1", "-",
     ]  # fmt: skip
     assert cells(part, "gpt2/bfloat16", "2") == ["2.00 x", "-", "-", "-", "-"]
+    assert "rows: 1\n" not in part  # the record is of before there was this part
+    part = part[part.index("rows: 32\n") :]
+    assert cells(part, "gpt2/bfloat16", "0.5") == ["-", "1.20 x", "-"]
     assert "- bert/bfloat16, batch, plait-invariant: CompileError: why" in part
 
 
@@ -250,6 +260,39 @@ def test_a_process_that_dies_is_a_cell_and_the_rest_stays_open() -> None:
     assert run.left() == [("infer", ["inductor"]), ("batch", ["eager"])]
     run.found["infer"]["eager"] = {"failed": "x"}
     assert run.left() == [("batch", ["eager"])]
+
+
+def test_tokens_are_timed_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what a GPU is told as a CUDA graph: one that is not is no time, but a failure."""
+    parts = ("token", "token-32")
+    monkeypatch.setattr(Timed, "time", lambda held, *_: {k: {"ms": 1.0} for k in held.calls})
+    asked: list[Any] = []
+    make = torch.compile
+
+    def compiled(fn: Any, **how: Any) -> Any:
+        asked.append(how["options"])
+        if len(asked) == 4:
+            logging.getLogger("plait").warning("part 0 runs without a CUDA graph: why")
+        return make(fn, **how)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    told: list[Any] = []
+
+    def say(event: str, **more: Any) -> None:
+        told.append((event, *more.values()))
+
+    for part in parts:
+        held = Timed(subject().timed(part))
+        assert held.inputs[0].shape == (programs.TOKENS[part], 1)
+        held.times(part, ("eager", "plait", "plait-invariant"), tmp_path / "lock", say)
+    assert asked == 2 * [{"cuda_graphs": True}, {"batch_invariant": True, "cuda_graphs": True}]
+    ends = [event for event in told if event[0] != "begin"]
+    assert [e[:3] for e in ends if e[0] == "found"] == [
+        ("found", part, v) for part in parts
+        for v in ("eager", "plait", "plait-invariant")[: 3 - (part == "token-32")]
+    ]  # fmt: skip
+    (failed,) = (e for e in ends if e[0] == "failed")
+    assert failed[1:3] == ("token-32", "plait-invariant") and "why" in failed[3]
 
 
 def test_a_worker_measures_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.numerics.page import write_page
-from benchmarks.numerics.programs import JOBS, Subject, accepted, subjects
+from benchmarks.numerics.programs import JOBS, PARTS, Subject, accepted, subjects
 from benchmarks.suite import records as book
 from benchmarks.suite.child import Child, Figures, cpu_threads, devices
 from benchmarks.suite.models import missing
@@ -130,7 +130,7 @@ class Sweep:
             left = [v for v in wanted if self.is_open(known.get(part, {}).get(v))]
             hopeless = "failed" in known.get(part, {}).get("eager", {}) and not self.args.failed
             if left and not hopeless:  # times are of one process
-                found.append((part, wanted if part == "cost" else left))
+                found.append((part, wanted if part in JOBS[-1] else left))
         return found
 
     def is_open(self, figures: Figures | None) -> bool:
@@ -266,7 +266,7 @@ def arguments() -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--only", default="", help="subjects, as patterns separated by commas: bert,*/float32")
     add("--shard", default="0/1", help="K/N: every N-th subject, from the K-th")
-    add("--parts", default="", help="some parts alone: infer,batch,padded,prefix,train,other,cost")
+    add("--parts", default="", help=f"some parts alone: {','.join(PARTS)}")
     add("--variants", default="", help="some alone, separated by commas; -NAME: all but these")
     add("--minutes", type=float, default=1e6, help="end in time; what is left stays open")
     add("--limit", type=float, default=240, help="seconds that a variant of a part may take")

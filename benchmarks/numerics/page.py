@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.numerics.programs import BATCHES, SORTED
+from benchmarks.numerics.programs import BATCHES, PARTS, SORTED, TOKENS
 from benchmarks.suite import records as book
 from benchmarks.suite.page import mean
 from benchmarks.table import render
@@ -46,7 +46,9 @@ in another by luck.
 - *prefix* (causal language models): the same text followed by more text, without a mask; two longer
   lengths.
 - *each time*: two calls of a process, and two processes with caches of their own.
-- *cost*: the least time of a call in seven rounds, in turn, as a multiple of plait's by default."""
+- *cost*: the least time of a call in seven rounds, in turn, as a multiple of plait's by default.
+- *token* (GPT-2, Llama): the same for one token of each row, without a cache, so that attention
+  sees this token alone; what is compiled is replayed as a CUDA graph on a GPU."""
 
 
 def write_page(tables: Sequence[Path], page: Path = PAGE) -> None:
@@ -74,7 +76,12 @@ def section(records: book.Records, causes: dict[str, str]) -> str:
         exceptions(rows, causes),
         "### The same each time\n\n" + each_time(rows),
         "### The same in any batch\n\n" + any_batch(rows),
-        "### Costs\n\n" + costs(rows),
+        "### Costs\n\n" + (costs(rows, "cost") or "Not measured."),
+        *(
+            f"One token of each row, rows: {n}\n\n{table}"
+            for part, n in TOKENS.items()
+            if (table := costs(rows, part))
+        ),
         "### Every model\n\n" + every_model(rows),
         failures(rows),
     ]
@@ -250,26 +257,27 @@ def any_batch(rows: list[book.Record]) -> str:
 TIMED = ("eager", "plait-eager", "plait-precise", "plait-invariant", "inductor")
 
 
-def costs(rows: list[book.Record]) -> str:
-    """Times as multiples of plait's by default."""
+def costs(rows: list[book.Record], part: str) -> str:
+    """Times as multiples of plait's by default; "" where none is known."""
+    timed = [v for v in TIMED if v in PARTS[part]]
     found: dict[str, list[float | None]] = {}
     table = []
     for r in rows:
-        ours = (get(r, "cost", "plait") or {}).get("ms")
+        ours = (get(r, part, "plait") or {}).get("ms")
         if not ours:
             continue
-        ms = [(get(r, "cost", v) or {}).get("ms") for v in TIMED]
+        ms = [(get(r, part, v) or {}).get("ms") for v in timed]
         ratios = [t / ours if t else None for t in ms]
         dtype = r["case"].split("/")[1]
-        for v, x in zip(TIMED, ratios, strict=True):
+        for v, x in zip(timed, ratios, strict=True):
             found.setdefault(f"{dtype} {v}", []).append(x)
         table.append([r["case"], f"{ours:.3g}", *map(times, ratios)])
     for dtype in ("bfloat16", "float32"):
-        means = [mean(found.get(f"{dtype} {v}", ())) for v in TIMED]
+        means = [mean(found.get(f"{dtype} {v}", ())) for v in timed]
         if any(means):
             table.append([f"geometric mean, {dtype}", "", *map(times, means)])
-    heads = ("", "plait, ms", "eager", *(NAMES[v] for v in TIMED[1:]))
-    return render(heads, table) if table else "Not measured."
+    heads = ("", "plait, ms", "eager", *(NAMES[v] for v in timed[1:]))
+    return render(heads, table) if table else ""
 
 
 def times(x: float | None) -> str:

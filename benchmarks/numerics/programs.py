@@ -40,6 +40,8 @@ def how(variant: str) -> dict[str, Any]:
     return VARIANTS[variant.removesuffix("-deterministic")]
 
 
+GRAPHS = {"plait": "cuda_graphs", "inductor": "triton.cudagraphs"}
+"""The option of each compiler that replays what a GPU is told as a CUDA graph."""
 BITS = ("eager", "traced", "autograd", "plait", "plait-eager", "plait-precise")
 ROWS = ("eager", "plait", "plait-invariant", "inductor")
 SORTED = ("eager-deterministic", "plait-deterministic")
@@ -53,6 +55,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "other": ("eager", "plait", "inductor"),
     "other-train": ("eager", "plait", *SORTED, "inductor"),
     "cost": ("eager", "plait", "plait-eager", "plait-precise", "plait-invariant", "inductor"),
+    "token": ROWS,
+    "token-32": ROWS,
 }
 """What is measured of a model: the variants of each part. "other" and "other-train" are another
 process, whose results are to have the bits of "infer" and "train"."""
@@ -61,11 +65,13 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("infer", "batch", "padded", "prefix"),
     ("train",),
     ("other", "other-train"),
-    ("cost",),
+    ("cost", "token", "token-32"),
 )
 """Parts that one process does. The times come last, when nothing else runs."""
 
 BATCHES = (1, 2, 7, 32)
+TOKENS = {"token": 1, "token-32": 32}
+"""How many rows have one token each."""
 SHORT = 48  # tokens, of small models
 SECONDS = 4000  # samples of a wave, of small models
 
@@ -142,6 +148,17 @@ class Subject:
         each with a program of its own."""
         return dataclasses.replace(self.case(False), small=True)
 
+    def timed(self, part: str) -> Case:
+        """What is timed: the model as the suite has it, or one token a row, without a cache."""
+        if part == "cost":
+            return self.case(False)
+        model, rows = self.model, TOKENS[part]
+        inputs = {name: dataclasses.replace(x, shape=(1,)) for name, x in model.inputs.items()}
+        step = dataclasses.replace(
+            model, inputs=inputs, batch=rows, cpu=rows, build=lambda _: model.build(self.small)
+        )
+        return Drawn(step, False, self.dtype, self.device)  # as many rows of a small model
+
     def parts(self) -> dict[str, tuple[str, ...]]:
         """The parts that mean something for the model."""
         found = dict(PARTS)
@@ -153,6 +170,8 @@ class Subject:
             del found["padded"]
         if not (tokens and "ForCausalLM" in self.model.spec or self.model.name == "gpt2"):
             del found["prefix"]
+        if self.model.name not in ASKED:
+            del found["token"], found["token-32"]
         if not self.model.train:
             del found["train"], found["other-train"]
         return found

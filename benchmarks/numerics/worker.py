@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.numerics.programs import (
+    GRAPHS,
+    JOBS,
+    TOKENS,
     VARIANTS,
     Subject,
     batches,
@@ -33,7 +36,7 @@ from benchmarks.numerics.programs import (
 )
 from benchmarks.peers import renamed
 from benchmarks.suite.models import Case
-from benchmarks.suite.worker import Figures, Held, Replies, reason
+from benchmarks.suite.worker import WARM_CALLS, Figures, Held, Replies, Warnings, reason
 
 MAKES_ROWS = {"batch": batches, "padded": padded, "prefix": prefixes}
 
@@ -115,30 +118,37 @@ class Rows:
 
 
 class Timed(Held):
-    """A program with all its variants, timed in turn."""
+    """A program with all its variants, timed in turn; of tokens as CUDA graphs on a GPU."""
 
-    def times(self, variants: Sequence[str], lock: Path, say: Replies) -> None:
+    def times(self, part: str, variants: Sequence[str], lock: Path, say: Replies) -> None:
+        torch._dynamo.reset()  # of the part before
         for name in variants:
-            say("begin", part="cost", variant=name)
+            say("begin", part=part, variant=name)
+            said = Warnings()
             try:
-                call = self._bind(compiled(self.program, name, keep=True))
-                for _ in range(3):
+                call = self._bind(compiled(self.program, name, keep=True, graphs=part in TOKENS))
+                for _ in range(WARM_CALLS):
                     call()
+                if skipped := [line for line in said.lines() if "without a CUDA graph" in line]:
+                    raise RuntimeError(skipped[0])
                 self.calls[name] = call
             except Exception as error:  # noqa: BLE001  (it is the variant's cell)
-                say("failed", part="cost", variant=name, why=reason(error))
+                say("failed", part=part, variant=name, why=reason(error))
         self._wait()
         with lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             found = self.time(0.1, 7)
         for name, figures in found.items():
-            say("found", part="cost", variant=name, figures={"ms": figures.get("ms")})
+            say("found", part=part, variant=name, figures={"ms": figures.get("ms")})
 
 
-def compiled(module: nn.Module, name: str, keep: bool = False) -> Any:
+def compiled(module: nn.Module, name: str, keep: bool = False, graphs: bool = False) -> Any:
     """A variant of a module, for each size of its inputs a program. keep: others of the process
-    are kept."""
+    are kept. graphs: what a GPU is told is replayed as a CUDA graph, of compiled variants."""
     options = how(name)
+    if options and graphs:
+        more = {**options.get("options", {}), GRAPHS[options["backend"]]: True}
+        options = {**options, "options": more}
     if not keep:
         torch._dynamo.reset()
         gc.collect()
@@ -191,8 +201,8 @@ def main() -> None:
     config.fail_on_recompile_limit_hit = True
     config.allow_rnn = True  # else Dynamo leaves recurrent modules to eager
     for part, variants in json.loads(parts):
-        if part == "cost":
-            Timed(subject.case(False)).times(variants, Path(lock), say)
+        if part in JOBS[-1]:
+            Timed(subject.timed(part)).times(part, variants, Path(lock), say)
         else:
             measure(subject, part, variants, say)
         gc.collect()

@@ -22,6 +22,7 @@ import plait.kernel.triton.product as written
 import plait.lower.product as lowered
 from benchmarks.on_device import least_us
 from plait.ir.product import Cut
+from plait.log import watched
 
 
 def qkv(x: Tensor, w: Tensor, b: Tensor, rest: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def main() -> None:
     """Command line: see the module's docstring."""
     tiles = [(t, True) for t in STAYING] + [(t, False) for t in OTHERS]
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for name, (m, n, k, fn) in SHAPES.items():
+        for name, (m, n, k, fn) in watched("shapes", SHAPES.items()):
             args = []
             for _ in range(4):
                 sizes = (m, k), (k, n) if fn in ACROSS else (n, k), (n,), (m, n)

@@ -164,8 +164,10 @@ def main() -> None:
         return _work(args.corpus, only, args.write)
     if args.against is None:
         parser.error("--against CHECKOUT is missing")
+    from plait.log import watched  # not before _work, which takes another version
+
     before, after = [], []
-    for k in range(args.rounds):
+    for k in watched("rounds", range(args.rounds)):
         before.append(measured(args.against, args.corpus, only))
         after.append(measured(Path.cwd(), args.corpus, only))
         found = Comparison(least(before), least(after))

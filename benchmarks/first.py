@@ -29,6 +29,7 @@ from benchmarks.claims import judge
 from benchmarks.first_worker import PACKAGE_WAYS, WAYS, Way
 from benchmarks.machine import ROOT, machine
 from benchmarks.table import claims_table, render
+from plait.log import watched
 
 Result = dict[str, Any]
 Runs = list[dict[str, float]]
@@ -243,7 +244,7 @@ def main() -> None:
     data: Result = {"machine": facts, "results": {}}
     if out and file.exists() and (args.only or args.race):
         data["results"] = json.loads(file.read_text())["results"]
-    for case, what in chosen(args.only).items():
+    for case, what in watched("programs", chosen(args.only).items()):
         about = {"about": what, "date": facts["date"], "commit": facts["commit"]}
         older = data["results"].get(case, {}).get("ways", {}) if args.race else {}
         with tempfile.TemporaryDirectory(prefix="plait-first-") as folder:

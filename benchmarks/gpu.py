@@ -29,6 +29,8 @@ from peers import GPU_PEERS, Peer
 from run import Process, Result, chosen, say, write
 from table import claims_table, render
 
+from plait.log import watched
+
 LEGEND = """\
 first: the first call of a process, with fresh caches, everything imported and every library \
 loaded before the clock starts; call: among calls that follow each other, \
@@ -270,7 +272,7 @@ def main() -> None:
     start = time.monotonic()
     results: Result = {}
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-        for start_at in range(0, len(cases), group.together):
+        for start_at in watched("groups", range(0, len(cases), group.together)):
             some = cases[start_at : start_at + group.together]
             found = race(group, some, peers, args, Path(folder))
             results |= found

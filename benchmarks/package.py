@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.models import CASES
 from benchmarks.table import render
+from plait.log import watched
 
 ROOT = Path(__file__).parent.parent
 Made = tuple[nn.Module, tuple[Tensor, ...]]
@@ -244,7 +245,7 @@ def main() -> None:
         caller = build_caller(Path(folder))
         results = {
             case: race(case, args.rounds, caller, args.peers.split(";"))
-            for case in args.only.split(",")
+            for case in watched("programs", args.only.split(","))
         }
     text = report(results, args)
     (ROOT / "benchmarks" / "results" / f"{args.out}.md").write_text(text)

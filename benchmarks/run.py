@@ -27,6 +27,8 @@ from models import CASES, Case
 from peers import PEERS, Peer
 from table import LEGEND, case_table, claims_table
 
+from plait.log import watched
+
 HERE = Path(__file__).resolve().parent
 Result = dict[str, Any]
 
@@ -145,8 +147,7 @@ def first(case: Case, peer: Peer, cache: Path, *flags: str) -> Result:
 
 
 def say(text: str) -> None:
-    print(f"\r\033[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
-    print("" if sys.stderr.isatty() else "\n", end="", file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def chosen(text: str, known: dict[str, Any], what: str) -> list[Any]:
@@ -177,7 +178,7 @@ def main() -> None:
     about = machine("python " + shlex.join(["benchmarks/run.py", *sys.argv[1:]]))
     results: Result = {}
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-        for case in cases:
+        for case in watched("programs", cases):
             racing = [p for p in peers if p.trains or not case.train]
             results[case.name] = race(case, racing, args, Path(folder) / case.name)
             print("\n" + case_table(case.name, case.about, results[case.name]), flush=True)

@@ -107,12 +107,13 @@ def main() -> None:
     options = {"rows": {}, "usual": {"batch_invariant": False}}.get(
         mode[0], {"batch_invariant": False, "autotune": True}
     )
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    cases = {(n, dtype): p for n, p in PRODUCTS.items() for dtype in (HALF, torch.float32)}
-    cases |= {(n, HALF): p for n, p in ATTENTION.items()}
+    cases = {(n, how): p for n, p in PRODUCTS.items() for how in ("bfloat16", "tf32", "ieee")}
+    cases |= {(n, how): p for n, p in ATTENTION.items() for how in ("bfloat16", "ieee")}
     found: list[Job] = []
     setattr(TritonTarget, "emit_users", every_version(found))  # noqa: B010
-    for (name, dtype), (fn, shapes) in cases.items():
+    for (name, how), (fn, shapes) in cases.items():
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if how == "tf32" else "ieee"
+        dtype = HALF if how == "bfloat16" else torch.float32
         for gpu in gpus if not names or name in names[0] else ():
             jobs(fn, shapes, dtype, gpu, **options)
     different = {job.key(): job for job in found}

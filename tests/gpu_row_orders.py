@@ -133,10 +133,12 @@ def orders(text: str) -> list[tuple[str, int]]:
 
 
 def starts_at_zero(text: str) -> bool:
-    """Whether the sum of a product whose walk has one step does."""
-    zeros = re.findall(r"(%\w+) = arith\.constant dense<0\.0+e\+00>", text)
-    (start,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+)", text)
-    return start in zeros
+    """Whether the sum of a product whose walk has one step does, or with products of what was
+    rounded off its factors, of which those that are no numbers are left out."""
+    known = {*re.findall(r"(%\w+) = (?:arith\.constant dense<0\.0+e\+00>|arith\.select)", text)}
+    dots = re.findall(r"(%\w+) = tt\.dot %\w+, %\w+, (%\w+)", text)
+    made = {name for name, _ in dots}
+    return bool(dots) and all(start in known | made for _, start in dots)
 
 
 def main() -> None:

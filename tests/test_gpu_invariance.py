@@ -104,6 +104,43 @@ def test_products_by_rows_of_weights(widths: tuple[int, int]) -> None:
     assert not differing(lambda x, w, b: F.gelu(x @ w + b), [x], fixed)
 
 
+def kinds(x: Tensor) -> Tensor:
+    """Of numbers: finite, infinite by sign, or none."""
+    return torch.where(x.isfinite(), 0, x.sign()).nan_to_num(2)
+
+
+def of_kind(x: Tensor, w: Tensor, kind: str) -> None:
+    """Puts numbers of a kind into factors of a product."""
+    if kind == "infinite":
+        x[3, 5], x[4, 7], x[4, 8], w[11, 13], w[12, 14] = torch.tensor([1, -1, 1, 1, -1]) * math.inf
+    elif kind == "no numbers":
+        x[3, 5], w[11, 13] = torch.nan, torch.nan
+    elif kind == "largest":  # 10 bits would round them up
+        x[3:6] = 0
+        x[3, 5], x[4, 7] = torch.finfo(torch.float32).max, torch.finfo(torch.float32).min
+        w.clamp_(-0.9, 0.9)
+    elif kind == "small":
+        x *= 1e-33
+
+
+@pytest.mark.parametrize("kind", ["usual", "infinite", "no numbers", "largest", "small"])
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("rows", [7, 1030])
+def test_float32_by_tensor_cores_is_as_near_as_eager(rows: int, columns: bool, kind: str) -> None:
+    """Of right factors whose rows lie side by side, or columns. In two numbers of 10 bits."""
+    torch.manual_seed(0)
+    x, w = rand(rows, 300), rand(500, 300)
+    of_kind(x[: min(rows, 7)], w, kind)
+    w = w.t().contiguous().t() if columns else w
+    fn = torch.compile(F.linear, backend="plait", options={"batch_invariant": True})
+    found, eager, exact = fn(x, w), F.linear(x, w), F.linear(x.double(), w.double())
+    assert torch.equal(kinds(found), kinds(eager))
+    finite = kinds(eager) == 0
+    far, eagers = ((y.double() - exact)[finite].norm().item() for y in (found, eager))
+    rounding = exact[finite].norm().item() * torch.finfo(torch.float32).eps
+    assert far <= 1.2 * eagers + 4 * rounding, (far, eagers)
+
+
 def test_products_in_tf32() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:

@@ -30,21 +30,21 @@ ALL = torch.finfo(torch.float32).min
 
 
 def program(
-    fn: Program, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+    fn: Program, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, gpu: str = "sm_90"
 ) -> tuple[WrapperProgram, str]:
     """A function of tensors on a GPU: what it does, and its kernels."""
     with FakeTensorMode(), torch.no_grad():
         xs = [torch.empty(s, device="cuda", dtype=dtype) for s in shapes]
         table = compat.decompositions.decomposition_table()
         graph = make_fx(torch.func.functionalize(fn), table)(*xs)
-    cfg = Config(gpu_arch="sm_90", verify=True, batch_invariant=True)
+    cfg = Config(gpu_arch=gpu, verify=True, batch_invariant=True)
     wrapper, made = compile_texts(Captured(graph, "rows_0", "inference"), cfg)
     return wrapper, made.sources["cuda"].text
 
 
-def source(fn: Program, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> str:
+def source(fn: Program, *shapes: tuple[int, ...], **how: Any) -> str:
     """The kernels of a function of tensors on a GPU."""
-    return program(fn, *shapes, dtype=dtype)[1]
+    return program(fn, *shapes, **how)[1]
 
 
 def compiled(fn: Program, dynamic: bool = False) -> Program:
@@ -318,11 +318,24 @@ def test_tiles_leave_room_for_their_results(dtype: torch.dtype, precision: str) 
     assert (steps + passing if described else max(steps, passing)) <= 227 << 10
 
 
+def attend_on_device(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, False)[0]
+
+
+@pytest.mark.parametrize(("gpu", "products"), [("sm_75", 0), ("sm_80", 3), ("gfx942", 0)])
+def test_tensor_cores_that_can_multiply_float32(gpu: str, products: int) -> None:
+    """In so many products of rounded numbers."""
+    text = source(F.linear, (130, 300), (500, 300), gpu=gpu)
+    assert f"tf32={products}," in text and ("def p_tf32" in text) == (products > 0)
+    text = source(attend_on_device, *((2, 4, 128, 64),) * 3, gpu=gpu)
+    assert f"TF32: tl.constexpr = tl.constexpr({products})" in text
+
+
 @needs_triton
 @pytest.mark.parametrize(
     "what",
     [
-        "rows sm_90 bits,across",
+        "rows sm_90 bits,across,attention 64",
         pytest.param("rows sm_90,sm_80,sm_86", marks=pytest.mark.slow),
         pytest.param("usual sm_90,sm_86", marks=pytest.mark.slow),
         pytest.param("tuned sm_90", marks=pytest.mark.slow),

@@ -28,7 +28,8 @@ class Cut:
 
     rows, columns: of a tile. depth: how far a step walks along k
     parts: of k, in which each tile is computed
-    tf32: factors in float32 are rounded to 10 bits
+    tf32: so many products of factors rounded to 10 bits stand for one of factors in float32: 1,
+        where users let them be rounded, or 3, whose sum is as near as sums in float32; 0: none
     matrices: so many right matrices are multiplied each by some rows of the left one, which follow
         those of the matrix before: the first thing that results may load says where they end.
         Rows behind the last end are the last one's. 0: each row by each matrix
@@ -38,7 +39,7 @@ class Cut:
     columns: int
     depth: int
     parts: int = 1
-    tf32: bool = False
+    tf32: int = 0
     matrices: int = 0
 
     @property

@@ -58,6 +58,7 @@ _ROW_TILES = ((128, 256, 64, 1.88), (128, 128, 64, 1.0), (64, 128, 64, 0.65), (6
 (H200, benchmarks/row_tiles_gpu.py). The first is fast where programs load by descriptors."""
 _FEW_WIDE = 36  # tiles of 64 columns from which on narrower ones are slower, at few rows
 _LEAST_STEP = 16  # along k
+_IN_TWO_DEPTH = 32  # of tiles of products in float32 by 3 of numbers of 10 bits: bits depend on it
 _ALIGNED = 16  # bytes that rows start at multiples of
 _CONVERTING = 512  # programs that convert codes: benchmarks/quantised_gpu.py
 _FAR = 24  # ops before a product that may unpack its matrix
@@ -105,7 +106,7 @@ def cut(
     if found is None or a.dtype != f32:
         return found
     # As many bytes a step.
-    return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=True)
+    return replace(found, depth=max(_LEAST_STEP, found.depth // 2), tf32=1)
 
 
 def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
@@ -125,8 +126,10 @@ def row_cut(ctx: Lowering, a: View, b: View) -> Cut | None:
         return found
     if is_rounded():
         columns, depth = min(found.columns, 128), max(_LEAST_STEP, found.depth // 2)
-        return replace(found, columns=columns, depth=depth, tf32=True)
-    return Cut(min(found.rows, 64), min(found.columns, 64), 32)  # without tensor cores
+        return replace(found, columns=columns, depth=depth, tf32=1)
+    many = math.prod(batch) * -(-m // 128) * -(-n // 64) >= _MULTIPROCESSORS
+    rows = found.rows if m <= _FEW_ROWS else 128 if far and many else 64
+    return Cut(rows, min(found.columns, 64), _IN_TWO_DEPTH, tf32=3)
 
 
 def _row_tile(batch: int, m: int, n: int, far: bool) -> Cut:
@@ -147,8 +150,7 @@ def _row_tile(batch: int, m: int, n: int, far: bool) -> Cut:
 
 
 def is_rounded() -> bool:
-    """Whether the user lets factors in float32 be rounded to 10 bits. Kernels of ours that multiply
-    all of them take 2 to 6 times as long as the vendor's."""
+    """Whether the user lets factors in float32 be rounded to 10 bits."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 

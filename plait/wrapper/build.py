@@ -413,8 +413,8 @@ def _call(d: _Draft, e: Extern) -> None:
     elif e.callable_index >= 0:
         d.body.append(ins.CallPython(e.callable_index, e.op, args, kwargs, tuple(outs)))
     else:
-        how = {"may_keep": e.may_keep, "as_eager": e.as_eager, "fence": e.fence}
-        d.body.append(ins.CallExtern(e.op, args, kwargs, tuple(outs), **how))
+        how = e.may_keep, e.as_eager, e.fence
+        d.body.append(ins.CallExtern(e.op, args, kwargs, tuple(outs), (), *how))
 
 
 def _check_results(d: _Draft, step: Step) -> None:

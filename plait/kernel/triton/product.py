@@ -64,6 +64,10 @@ _MOST_WARPS = 8  # of a tile: 2048 x 768 x 3072 takes 18 us so, and 55 by 4 (H20
 # behind a sum takes long beside it, and the other one sums meanwhile. 2048 x 2304 x 768 takes 17.8
 # us so, and 19.3 by programs that stay; 1024 x 5632 x 2048 takes 41.6 and 37.1 (H200).
 _BRIEF_DEPTH, _PAIRED_STAGES = 1024, 3
+_IN_TWO_STAGES, _IN_TWO_REGISTERS = 3, 128
+"""Where numbers of factors are taken for two: stages, and registers of a thread, so that several
+programs share a multiprocessor: 1024 x 2048 x 5632 takes 250 us so, 324 else, and 467 by the
+vendor's kernel without tensor cores (H200)."""
 _NARROW = 128  # columns of large tiles that programs take one after the other, if they write slowly
 _OTHERS = (
     (64, 256, 4), (32, 256, 4), (128, 256, 4), (64, 512, 4), (32, 512, 4), (64, 256, 8),
@@ -154,9 +158,10 @@ class _Writer(Writer):
         if any(v.aligned for v in versions):
             finish += f"\n\n{results_of(self.product, given, self.outs, names, True, by_row)[0]}"
         variants = tuple(self._variant(v, sizes, checks) for v in versions)
-        rounds = "p_tf32" if self._rounds else ""
+        rounds = "p_tf32" if self._tf32 else ""
         prelude = prelude_for(f"{finish}\n{made}\n{rounds}", dialect.instructions(self.gpu))
-        texts = ["product", *(["described_product"] if any(v.described for v in versions) else [])]
+        texts = ["add_product", "product"]
+        texts += ["described_product"] if any(v.described for v in versions) else []
         parts = (dialect.head, prelude, finish, made, *map(template, texts))
         text = "\n\n".join(filter(None, parts))
         rival, cold = (self._rival(), (1,)) if self.tunes else (None, ())
@@ -227,9 +232,10 @@ class _Writer(Writer):
         return self.dtype(self.tensors[0]) == "i8"
 
     @property
-    def _rounds(self) -> bool:
-        """Whether factors in float32 are rounded."""
-        return self._cut.tf32 and "p_tf32" in DIALECTS[self.gpu.backend].instructions(self.gpu)
+    def _tf32(self) -> int:
+        """As of `Cut`, where the device has what rounds."""
+        able = "p_tf32" in DIALECTS[self.gpu.backend].instructions(self.gpu)
+        return self._cut.tf32 if able else 0
 
     @property
     def _factor_nbytes(self) -> int:
@@ -252,6 +258,8 @@ class _Writer(Writer):
         """Ways to cut it, the one that is planned first. The right matrix is made a step of one
         depth at a time."""
         cut, made = self._cut, self.product.right is not None
+        if self._tf32 == 3 and cut.rows >= _WIDE:
+            return [_Version(cut, _MOST_WARPS if cut.is_large else 4, _IN_TWO_STAGES)]
         if cut.is_large:
             return self._large()
         if self.around.by_row and not made:
@@ -323,7 +331,7 @@ class _Writer(Writer):
         far = one == 1 and (down == 1 or (along == 1 and self._factor_nbytes == 2))
         even = all(n and n * self._factor_nbytes % _LINE == 0 for n in (row, max(down, along)))
         able = DIALECTS[self.gpu.backend].has_descriptors(self.gpu) and self._cut.parts == 1
-        plain = self.product.right is None and not self.product.half and not self._rounds
+        plain = self.product.right is None and not self.product.half and not self._tf32
         return able and far and even and self.around.aligned and plain
 
     def _kinds(self, cut: Cut) -> int:
@@ -365,25 +373,33 @@ class _Writer(Writer):
             across = self.tensors[1].strides[0] != 1
             constants |= {"piece": self._piece(v, stages), "across": across}
         else:
-            made = self.product.right is not None
-            turned = cut.columns >= _WIDE and (cut.rows < _WIDE or made)
             constants |= {
-                "kinds": kinds, "turned": turned, "parts": cut.parts, "half": self.product.half,
-                "matrices": cut.matrices, "precision": "tf32" if self._rounds else "ieee",
+                "kinds": kinds, "parts": cut.parts, "half": self.product.half,
+                "matrices": cut.matrices, "tf32": self._tf32, "turned": self._is_turned(cut),
                 "row_edge": m % (cut.rows * kinds) != 0,
                 "column_edge": kinds == 1 and n % cut.columns != 0,
-                "depth_edge": k % cut.depth != 0, "made": made,
+                "depth_edge": k % cut.depth != 0, "made": self.product.right is not None,
             }  # fmt: skip
         options = {
             "num_warps": v.warps, "num_stages": stages, "sanitize_overflow": False,
             "enable_reflect_ftz": False, "debug": checks,
         }  # fmt: skip
+        if self._tf32 == 3:
+            options["maxnreg"] = _IN_TWO_REGISTERS
         name = "described_product" if v.described else "product"
         call = f"{name}({self._arguments((m, n, k), constants)})"
         if dialect.starts_early(self.gpu):  # before the first access to memory
             options["launch_pdl"] = True
             call = "\n    ".join([dialect.wait, *self._release(dialect), call])
         return Variant(call, tuple(sorted(options.items())), grid)
+
+    def _is_turned(self, cut: Cut) -> bool:
+        """Whether tiles are computed transposed: tensor cores want many rows of the left factor,
+        take the right one in few columns, and one that is made or in two parts by columns: 2048 x
+        768 x 3072 takes 128 us so, and 257 else (H200)."""
+        made = self.product.right is not None
+        across = self._tf32 == 3 and self.tensors[1].strides[-1] == 1
+        return cut.columns >= _WIDE and (cut.rows < _WIDE or made or across)
 
     def _stages(self, v: _Version, step: int, programs: int) -> int:
         """Steps whose factors are on their way at once. step: bytes of one. programs: of a

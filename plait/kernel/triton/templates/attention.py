@@ -7,7 +7,7 @@ base 2, are updated as it walks. This is FlashAttention-2 (Dao, 2023). Which blo
 walk along is read from tables, as FlexAttention (Dong et al., 2024) has it: first those where some
 scores are masked, then those where none is.
 
-Before this text stand constants:
+Before this text stand those of add_product.py, and constants:
 ROWS, COLUMNS: queries and keys in a block
 HEADS, GROUP: heads of queries, and how many of them share one of keys
 QUERIES: how many there are, where the rows of a block are those of a whole group; else 0
@@ -21,7 +21,8 @@ BEFORE, AFTER: factors before and after score_of, the latter above 0; they give 
 CAUSAL: a walk ends with the keys at the position of its last query
 MASKS, CHANGES: there is a mask, and a score_of that changes scores
 ADDS: gradients of other tensors are summed beside those of queries
-STAGES, PRECISION: how loops and products are compiled
+STAGES: how loops are compiled
+TF32: how products in float32 are made, see add_product.py
 BY_ROW: a row of the result has the same bits however tiles are laid out
 and the functions score_of and loads_of_score_of, mask_of, gradient_of, add_gradients and power_of,
 2 to the power of a number. given: what all but the last load; added: what add_gradients adds to.
@@ -49,6 +50,11 @@ def rows_of(
     else:
         x = tl.load(at)
     return x
+
+
+@triton.jit
+def product_of(x, y):
+    return add_product(tl.zeros([x.shape[0], y.shape[1]], tl.float32), x, y, TF32, False, True)
 
 
 @triton.jit
@@ -170,7 +176,7 @@ def attend(
     )
     j = start + c[None, :]
     loaded = loads_of_score_of(b, h, i, j, i < m, j < n, given)
-    products = tl.dot(q, keys, input_precision=PRECISION)
+    products = product_of(q, keys)
     s = scores_of(products, loaded, b, h, i, j, m, n, given, part)
     new = tl.maximum(top, tl.max(s, 1) * AFTER)
     base = tl.where(new == NONE, 0.0, new)
@@ -181,7 +187,7 @@ def attend(
     )
     total = total * shrink + sums_of(shares)
     acc = acc * shrink[:, None]
-    acc = tl.dot(shares.to(v.dtype.element_ty), values, acc, input_precision=PRECISION)
+    acc = add_product(acc, shares.to(v.dtype.element_ty), values, TF32, False, True)
     return acc, total, new
 
 
@@ -265,12 +271,12 @@ def add_keys(
         v, start, c, tl.arange(0, V_W)[:, None], v_strides, n, V_WIDTH, V_W, COLUMN_EDGE
     )
     loaded = loads_of_score_of(b, h, i, start + c, i < m, start + c < n, given)
-    products = tl.dot(q, keys, input_precision=PRECISION)
+    products = product_of(q, keys)
     shares = shares_of(scores_of(products, loaded, b, h, i, start + c, m, n, given, part), sums)
-    found = shares * (tl.dot(grad, values, input_precision=PRECISION) - along)
+    found = shares * (product_of(grad, values) - along)
     add_scores(products, found, b, h, i, start + c, m, n, given, added, part)
     found = gradients_of(products, found, b, h, i, start + c, m, n, given, part)
-    return tl.dot(found.to(k.dtype.element_ty), tl.trans(keys), acc, input_precision=PRECISION)
+    return add_product(acc, found.to(k.dtype.element_ty), tl.trans(keys), TF32, False, True)
 
 
 @triton.jit
@@ -333,7 +339,7 @@ def add_queries(
         sums = tl.load(sums + at)
     sums = tl.where(sums == NONE, 0.0, sums)
     loaded = loads_of_score_of(b, h, i, j, i < m, j < n, given)
-    products = tl.dot(keys, queries, input_precision=PRECISION)
+    products = product_of(keys, queries)
     s = scores_of(products, loaded, b, h, i, j, m, n, given, part)
     if ROW_EDGE:
         s = tl.where(i < m, s, NONE)
@@ -342,13 +348,11 @@ def add_queries(
         grad, start, r[:, None], tl.arange(0, V_W)[None, :], grad_strides, m, V_WIDTH, V_W,
         ROW_EDGE,
     )  # fmt: skip
-    of_values = tl.dot(
-        shares.to(grad.dtype.element_ty), grads, of_values, input_precision=PRECISION
-    )
-    found = shares * (tl.dot(values, tl.trans(grads), input_precision=PRECISION) - along)
+    of_values = add_product(of_values, shares.to(grad.dtype.element_ty), grads, TF32, False, True)
+    found = shares * (product_of(values, tl.trans(grads)) - along)
     found = gradients_of(products, found, b, h, i, j, m, n, given, part)
-    of_keys = tl.dot(
-        found.to(q.dtype.element_ty), tl.trans(queries), of_keys, input_precision=PRECISION
+    of_keys = add_product(
+        of_keys, found.to(q.dtype.element_ty), tl.trans(queries), TF32, False, True
     )
     return of_keys, of_values
 

@@ -51,6 +51,6 @@ def described_product(
                 y = y_tiles.load([step * depth, column])
             else:
                 y = y_tiles.load([column, step * depth]).T
-            sums = add_product(sums, x, y, "ieee")
+            sums = add_product(sums, x, y, 0, False, False)
         i = row + tl.arange(0, rows)[:, None]
         finish_by_pieces(sums, piece, i, column, m, n, given, outs)

@@ -4,7 +4,8 @@ module. It is not imported.
 A program takes a tile of the result, of one of a batch of products, and walks along k, or along one
 of several parts of it. What is computed of the tile, and where it goes, says the function finish.
 
-Before this text stand the function finish, and right_tile and finish_aligned where they are called.
+Before this text stand those of add_product.py, the function finish, and right_tile and
+finish_aligned where they are called.
 given: what they load; outs: what is written. Strides are of batch, row and column. Constants:
 rows, columns, depth: rows and columns of a tile, and how far a step walks along k
 group: rows of tiles that programs go down before they go on to the next column of tiles
@@ -19,7 +20,7 @@ row_edge, column_edge, depth_edge: the last tile, or step, may be larger than wh
 stages: of the loop
 made: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
 whole: factors are integers of 8 bits
-precision: of float32 factors: "tf32" with the function p_tf32 before this text, which rounds them
+tf32: how factors in float32 are multiplied, see add_product.py
 matrices: so many right matrices have rows of their own, up to the ends that given begins with; 0:
     each has all
 """
@@ -72,15 +73,6 @@ def are_aligned(outs):
 
 
 @triton.jit
-def add_product(sums, x, y, precision: tl.constexpr):
-    """sums + x @ y. Of a walk of one step Triton would start the sum with what is added to it
-    later, such as a bias, and so round otherwise than where that is added by another kernel; it
-    does not where a number of imprecise additions is given, which is of use to 8 bits alone."""
-    most: tl.constexpr = None if x.dtype.primitive_bitwidth == 8 else 1
-    return tl.dot(x, y, sums, precision, max_num_imprecise_acc=most, out_dtype=sums.dtype)
-
-
-@triton.jit
 def first_of_pair(q, half: tl.constexpr):
     """The first column of pair q."""
     return q // half * (2 * half) + q % half
@@ -97,11 +89,46 @@ def finish_pairs(sums, half: tl.constexpr, p, h, i, j, n, i_inside, given, outs)
 
 
 @triton.jit
+def walk(
+    sums, x_at, y_at, h, i, j, d, r, c, k, first, last, column, right, given, left_strides,
+    right_strides, turned: tl.constexpr, row_edge: tl.constexpr, column_edge: tl.constexpr,
+    depth_edge: tl.constexpr, depth: tl.constexpr, stages: tl.constexpr, made: tl.constexpr,
+    tf32: tl.constexpr, wary: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile, along k. i, j: its rows and columns, of which r and c are left. wary: as
+    of add_product."""
+    for step in tl.range(first, last, depth, num_stages=stages):
+        s = k - step
+        if turned:
+            x = tile_of(x_at, i[None, :], d[:, None], left_strides, r, s, row_edge, depth_edge)
+            if made:
+                y = right_tile(h, step // depth, column + j[:, None], j[:, None] < c, right, given)
+            else:
+                y = tile_of(
+                    y_at, d[None, :], j[:, None], right_strides, s, c, depth_edge, column_edge
+                )
+            sums = add_product(sums, y, x, tf32, turned, wary)
+        else:
+            x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
+            if made:
+                z = right_tile(h, step // depth, column + j[:, None], j[:, None] < c, right, given)
+                y = tl.trans(z)
+            else:
+                y = tile_of(
+                    y_at, d[:, None], j[None, :], right_strides, s, c, depth_edge, column_edge
+                )
+            sums = add_product(sums, x, y, tf32, turned, wary)
+        x_at += depth * left_strides[2]
+        y_at += depth * right_strides[1]
+    return sums
+
+
+@triton.jit
 def product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr,
     row_edge: tl.constexpr, column_edge: tl.constexpr, depth_edge: tl.constexpr,
-    stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr, precision: tl.constexpr,
+    stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr, tf32: tl.constexpr,
     group: tl.constexpr, kinds: tl.constexpr, half: tl.constexpr, matrices: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
@@ -147,40 +174,18 @@ def product(
     else:
         sums = tl.zeros((rows, columns), kind)
     r, c = m - row, n - column
-    for step in tl.range(first, last, depth, num_stages=stages):
-        s = k - step
-        if turned:
-            x = tile_of(x_at, i[None, :], d[:, None], left_strides, r, s, row_edge, depth_edge)
-            if made:
-                y = right_tile(h, step // depth, column + j[:, None], j[:, None] < c, right, given)
-            else:
-                y = tile_of(
-                    y_at, d[None, :], j[:, None], right_strides, s, c, depth_edge, column_edge
-                )
-            if precision == "tf32":
-                x, y = p_tf32(x), p_tf32(y)
-            sums = add_product(sums, y, x, precision)
-        else:
-            x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
-            if made:
-                z = right_tile(h, step // depth, column + j[:, None], j[:, None] < c, right, given)
-                y = tl.trans(z)
-            else:
-                y = tile_of(
-                    y_at,
-                    d[:, None],
-                    y_column[None, :],
-                    right_strides,
-                    s,
-                    c,
-                    depth_edge,
-                    column_edge,
-                )
-            if precision == "tf32":
-                x, y = p_tf32(x), p_tf32(y)
-            sums = add_product(sums, x, y, precision)
-        x_at += depth * left_strides[2]
-        y_at += depth * right_strides[1]
+    sums = walk(
+        sums, x_at, y_at, h, i, y_column, d, r, c, k, first, last, column, right, given,
+        left_strides, right_strides, turned, row_edge, column_edge, depth_edge, depth, stages, made,
+        tf32, False,
+    )  # fmt: skip
+    if tf32 == 3:  # noqa: SIM102  (which is known)
+        if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
+            sums = walk(
+                tl.zeros_like(sums), x_at, y_at, h, i, y_column, d, r, c, k, first, last, column,
+                right, given, left_strides, right_strides, turned, row_edge, column_edge,
+                depth_edge, depth, stages, made, tf32, True,
+            )  # fmt: skip
     if turned:
         sums = tl.trans(sums)
     i = row + i[:, None]

@@ -8,6 +8,7 @@ Every step is a function from data to data, run by `log.PassLog`, which times it
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -54,7 +55,7 @@ from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.measure import measured
 from plait.wrapper.partition import partition
 from plait.wrapper.passes.inline_programs import inline_programs
-from plait.wrapper.program import Artifacts, CompileRecord, Program, Target, listening, observe
+from plait.wrapper.program import Artifacts, CompileRecord, Program, Target, observe
 from plait.wrapper.streams import keep_memory
 from plait.wrapper.targets import TARGETS as WRAPPERS
 from plait.wrapper.walk import is_fence
@@ -157,7 +158,7 @@ def compile_steps(captured: Captured, cfg: Config, target: Target | None, beside
         wrapper_reason=captured.wrapper_reason,
         numerics=cfg.numerics,
         batch_invariant=cfg.batch_invariant,
-        modules=_modules(captured, lowered) if listening() else {},
+        modules=_modules(captured, lowered),
         input_names=captured.input_names,
         result_names=captured.result_names,
         compile_id=current_compile(),
@@ -252,7 +253,7 @@ def _modules(captured: Captured, lowered: Lowered) -> dict[str, str]:
         for n in captured.graph.graph.nodes
     }
     paths = {
-        name: str([*stack.values()][-1][0]).partition("].")[2]
+        name: re.sub(r"^[LG]\[.*?\]\.?", "", str([*stack.values()][-1][0]))
         for name, stack in stacks.items()
         if stack
     }

@@ -160,10 +160,42 @@ def test_what_the_host_does_between_instructions_has_names() -> None:
     assert on_gpu == on_cpu | {"launching": on_cpu["launching"] + 10}
 
 
-def test_nobody_pays_who_does_not_listen() -> None:
-    x = torch.randn(8)
-    program = plait.compile(lambda x: x.sin() + 1, (x,))
-    assert program.record.modules == {}  # type: ignore[attr-defined]
+class Careful(nn.Module):
+    """Goes on without a layer that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.head = Stack(), nn.Sequential(nn.Linear(10, 10), nn.LayerNorm(10))
+
+    def forward(self, x: Tensor, *, y: Tensor) -> dict[str, Tensor]:
+        try:
+            self.head(x)
+        except RuntimeError:
+            x = self.stack(x)
+        return {"result": self.head(x + y).sin()}
+
+
+def test_modules_and_lines_have_the_same_names_without_dynamo() -> None:
+    torch._dynamo.reset()
+    model, x, y = Careful().eval(), torch.randn(32, 64), torch.randn(32, 10)
+    stack = model.stack
+    with torch.no_grad(), programs() as records:
+        torch.compile(stack, backend="plait", options={"warm_start": False})(x)
+        plait.compile(stack, (x,))
+        plait.compile(lambda x: stack(x), (x,))
+        plait.compile(torch.export.export(stack, (x,), strict=True))
+    told = [[(i.name, i.lines, i.module) for i in instructions_of(r)] for r in records]
+    dynamo, ours, function, exported = told
+    assert dynamo == ours == exported and "blocks.2.up" in {module for *_, module in ours}
+    assert [module for *_, module in function] == [module for *_, module in ours]
+    again = plait.compile(model, {"x": x, "y": y})
+    found = {i.module for i in instructions_of(again.record)}  # type: ignore[attr-defined]
+    assert {"stack.blocks.0.up", "stack.head"} <= found
+
+    profiled = plait.profile(again, x=x, y=y, calls=2, quiet=True)
+    rows = {r.what: r.times for r in profiled.by_module}
+    assert rows["stack.blocks.*.up"] == 3 and "stack.head" in rows
+    assert {"launching", "Python"} <= {r.what for r in profiled.gaps}
 
 
 def test_what_cannot_be_profiled_says_so() -> None:

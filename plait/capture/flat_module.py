@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from plait.capture.found_numbers import mended_tracing, numbers_kept
 from plait.capture.layouts import LayoutNotes
 from plait.capture.least_sizes import quiet
 from plait.capture.module_state import ModuleRun
+from plait.capture.owners import reachable
 from plait.capture.plain_tensors import is_wrapper, special_kind
 from plait.capture.python_state import Change, Snapshot, same_program
 from plait.capture.recurrent import packed_sequences
@@ -33,8 +35,10 @@ from plait.capture.writes import CheckWrites
 from plait.compat.export import ExportEnv, export_graph
 from plait.compat.questions import Question, exporting
 from plait.compat.shared import Shared
+from plait.compat.tracing import name_modules
 from plait.errors import Unsupported
 from plait.graph.captured import InputView
+from plait.graph.edit import source_meta
 from plait.runtime.objects import closed, opened
 from plait.runtime.signature import VALUE, is_constant
 
@@ -121,6 +125,7 @@ class FlatModule:
         self.seen: Seen | None = None
         # As first found: a size may be known only when the module is run again.
         self.is_result: list[bool] = []
+        self.paths = _paths(module)
 
     def run(self, *flat: Any) -> tuple[Any, ...]:
         """Calls the module, notes what is seen, returns the results that are values."""
@@ -135,6 +140,7 @@ class FlatModule:
         module_run = ModuleRun(self.module, self.who, self.before)
         state = wrapped(self.state, iter(flat[: len(self.plain)]))
         with module_run.state(self.state, state), LayoutNotes(self.env) as layouts:
+            name_modules(self.paths)
             with CheckWrites() as writes:
                 result = opened(self.module(*args, **kwargs))
             writes.check_inputs(flat)
@@ -173,6 +179,8 @@ class FlatModule:
                 # Of their new values: how results lie is right where nothing is made functional.
                 with self.env.mode, exporting, torch.no_grad():
                     self.run(*pytree.tree_map_only(torch.Tensor, torch.detach, self.inputs))
+        if isinstance(self.module, GraphModule):
+            _tell_origins(made[0], self.module)
         return made
 
     @property
@@ -201,6 +209,24 @@ class FlatModule:
             return now if same and (now.spec, now.leaves) == (made.spec, made.leaves) else None
         finally:
             self.seen = made
+
+
+def _paths(module: torch.nn.Module) -> dict[int, str]:
+    """The paths of the modules, by id, whose code a call may run."""
+    fn = module.forward if isinstance(module, FunctionModule) else module
+    roots = (x for x in reachable(fn).values() if isinstance(x, torch.nn.Module))
+    return {id(part): path for root in roots for path, part in root.named_modules()}
+
+
+def _tell_origins(graph: GraphModule, of: GraphModule) -> None:
+    """Nodes that come from a line of another graph's code get the user's lines and modules that its
+    node of that line has."""
+    code, nodes, of_lines = type(of).forward.__code__, list(of.graph.nodes), of._lineno_map or {}
+    frame = re.compile(f'"{re.escape(code.co_filename)}", line (\\d+)')
+    for node in graph.graph.nodes:
+        line = frame.search(node.meta.get("stack_trace") or "")
+        at = of_lines.get(int(line[1]) - code.co_firstlineno) if line else None
+        node.meta |= {} if at is None else source_meta(nodes[at])
 
 
 def type_name(x: Any) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import linecache
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import sympy
@@ -30,7 +32,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Graph, GraphModule, Proxy, graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.numbers import int_oo
@@ -309,6 +311,23 @@ def resume_tracing() -> Callable[[], AbstractContextManager[object]]:
             yield
 
     return resumed
+
+
+def name_modules(paths: Mapping[int, str]) -> None:
+    """From now on each operator of the graph that is being traced, if any is, notes the modules in
+    whose calls it is, as Dynamo notes them. torch itself knows no parts but of the traced module,
+    and fails after a call that raises what its caller catches. paths: of modules, by id."""
+    tracer: Any = getattr(get_proxy_mode(), "tracer", SimpleNamespace())
+
+    def call(module: Any, forward: Callable[..., T], args: Any, kwargs: Any) -> T:
+        outer, path = tracer.module_stack, paths.get(id(module))
+        tracer.module_stack = OrderedDict(outer, **({path: (path, type(module))} if path else {}))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            tracer.module_stack = outer
+
+    tracer.call_module = call
 
 
 def source_of(placeholder: torch.fx.Node) -> str:

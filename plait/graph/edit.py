@@ -7,6 +7,7 @@ A pass changes an `fx.Graph` in place. All facts here are read off operator sche
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -265,10 +266,7 @@ def memory_of(node: Node) -> tuple[Any, ...]:
 
 @cache
 def last_frame(stack_trace: str) -> str:
-    """'file.py:12' of the innermost frame."""
-    at = stack_trace.rfind('File "')
-    if at < 0:
-        return ""
-    head = stack_trace[at + 6 : stack_trace.find("\n", at) if "\n" in stack_trace[at:] else None]
-    name, _, rest = head.partition('", line ')
-    return f"{name.rpartition('/')[2]}:{rest.split(',')[0]}"
+    """'file.py:12' of the innermost frame outside of torch's layers."""
+    found = re.findall(r'File "(.*?)([^"/]*)", line (\d+)', stack_trace)
+    users = [frame for frame in found if not frame[0].endswith("/torch/nn/modules/")]
+    return ":".join((users or found)[-1][1:]) if found else ""

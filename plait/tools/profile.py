@@ -29,12 +29,13 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from plait.capture.backend import plait_backend
+from plait.capture.export import record_of
 from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.errors import UserError
 from plait.ir.calls import all_programs
 from plait.tools.explain import fresh_caller, run_backward
-from plait.wrapper.instructions import CallExtern, Launch, Note
+from plait.wrapper.instructions import CallExtern, Launch, Note, Partition
 from plait.wrapper.program import CompileRecord, observers_of_process
 
 MANY = 25  # rows of one table in the text
@@ -167,11 +168,13 @@ def profile(
     torch.profiler; prints the tables and returns them. Where a result needs gradients that fn does
     not take itself, the backward pass belongs to a call, and no `.grad` changes.
 
-    options, mode: as for torch.compile. What a CUDA graph replays has no ranges: profile without
-    `reduce-overhead`. Raises UserError for wrong arguments, and what fn raises."""
+    options, mode: as for torch.compile. What plait.compile returned is called as it is. What a CUDA
+    graph replays has no ranges: profile without `reduce-overhead`. Raises UserError for wrong
+    arguments, and what fn raises."""
     cfg = Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.profile")
-    if cfg.cuda_graphs:
+    record = record_of(fn)
+    if cfg.cuda_graphs or record and any(isinstance(i, Partition) for i in record.wrapper.body):
         raise UserError(
             "plait.profile of CUDA graphs, which run without a word to a profiler",
             hint="profile without the mode; torch.profiler shows their kernels by name",
@@ -184,6 +187,9 @@ def profile(
         # tell nobody of themselves.
         backend = partial(plait_backend, options=options, mode=mode)
         compiled = torch.compile(fresh_caller(original), backend=backend)
+        if record is not None:
+            records.append(record)
+            compiled = record_function(_REGION)(fn)
 
         def call() -> None:
             run_backward(compiled(*args, **kwargs), original, (args, kwargs))

@@ -45,7 +45,7 @@ class CompileRecord:
     wrapper_reason: why Dynamo got AOTAutograd's callable and not the program itself; "" where it
     got the program. frozen: what became of weights that are constants; "" where none are.
     numerics, batch_invariant: options under which it was compiled. modules: the path of the module
-    whose code makes a tensor, by its name; known where somebody listens.
+    whose code makes a tensor, by its name.
     input_names, result_names: the user's words for what the program takes and returns, by position,
     "" where there are none; empty where nobody listens. compile_id: Dynamo's compile, as
     "frame/number"; "" where it was none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,23 @@ def test_the_report_counts_kernels_calls_and_fallbacks(capsys: pytest.CaptureFix
     assert "  1 x aten::addmm" in lines
     assert "  1 x plaittest::halved: no lowering rule" in lines
     assert not any("test_explain.py:" in line for line in lines)
+
+
+def test_memory_that_calls_allocate_is_told() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x.sin(), (x,))
+
+    x, calls = torch.randn(64, 64), "1 allocated by calls of operators (16.0 KiB)"
+    told: dict[str, Callable[[torch.Tensor], object]] = {
+        f"  memory: {calls}": lambda x: x @ x,
+        "  memory: 1 allocated (16.0 KiB)": lambda x: x + 1,
+        f"  memory: 2 allocated (16.0 KiB), {calls}": branches,
+    }
+    for line, fn in told.items():
+        assert line in plait.explain(fn, x, quiet=True).text.splitlines()
+    rows = torch.export.Dim("rows", min=2, max=100)
+    varying = plait.compile(lambda x: x @ x.T, (x,), ({0: rows},))
+    assert f"{calls[:-1]} in the example)" in plait.explain(varying, quiet=True).text
 
 
 def test_details_are_printed_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

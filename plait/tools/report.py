@@ -24,7 +24,8 @@ from plait.schedule.cost import hint
 from plait.schedule.plan import Kernel, Step, kernels_of
 from plait.schedule.text import refusal_lines, refused_pairs, step_summary, time_text
 from plait.tools.bits import bits_line, bits_of, rows_line
-from plait.wrapper.instructions import Alloc, Launch, Partition, TensorInput, WrapperProgram
+from plait.tools.page.lives import bytes_text, lives_of
+from plait.wrapper.instructions import Launch, Partition, TensorInput, WrapperProgram
 from plait.wrapper.partition import fixed_inputs, recorded_results
 from plait.wrapper.program import CompileRecord
 
@@ -389,10 +390,17 @@ def _total_ms(g: CompileRecord) -> float:
 
 
 def _memory(g: CompileRecord) -> str:
-    allocs = sum(isinstance(i, Alloc) for i in g.wrapper.body)
-    arena = g.plan.memory.arena_nbytes
-    room = f"{arena / 1024:.1f} KiB" if isinstance(arena, int) else f"{arena} bytes"
-    placed, reused = len(g.plan.memory.offsets), len(g.plan.memory.in_place)
-    parts = [f"{_count(placed, 'tensor')} in an arena of {room}"] if placed else []
-    parts += [f"{reused} on the memory of another"] if reused else []
-    return ", ".join([*parts, f"{allocs} allocated"])
+    hints, plans, memory = g.plan.program.hints, [*all_programs(g.plan)], g.plan.memory
+    buffers = {name: b for p in plans for name, b in p.buffers.items()}
+    calls = [s for p in plans for s in p.steps if isinstance(s, Extern)]
+    others = {out for s in calls if s.aliases or s.control for out in s.made}
+    every = [x for p in all_programs(g.wrapper) for x in lives_of(p, buffers, hints)]
+    arena, when = memory.arena_nbytes, " in the example" * bool(_dynamic(g))
+    room = bytes_text(arena) if isinstance(arena, int) else f"{arena} bytes"
+    placed, reused = len(memory.offsets), len(memory.in_place)
+    parts = [f"{_count(placed, 'tensor')} in an arena of {room}"] * bool(placed)
+    parts += [f"{reused} on the memory of another"] * bool(reused)
+    for where, what in (("own", "allocated"), ("call", "allocated by calls of operators")):
+        found = [x.nbytes for x in every if x.where == where and x.name not in others]
+        parts += [f"{len(found)} {what} ({bytes_text(sum(found))}{when})"] * bool(found)
+    return ", ".join(parts) or "none"

@@ -12,6 +12,8 @@ from typing import Any
 
 from markupsafe import escape
 
+from plait.tools.page.lives import bytes_text
+
 Data = Mapping[str, Any]
 DETAILED = 80  # steps of the largest graph whose operators are drawn one by one
 OPERATORS = 8  # of one step
@@ -155,14 +157,6 @@ def memory_svg(program: Data, number: int) -> str:
             f"<title>{title}</title></a>"
         )
     return "".join((*parts, "</svg>"))
-
-
-def bytes_text(n: int) -> str:
-    """A number of bytes in words: `3.2 MiB`."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if n >= size:
-            return f"{n / size:.1f} {unit}"
-    return f"{n} B"
 
 
 def time_text(ns: int) -> str:

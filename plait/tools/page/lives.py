@@ -90,3 +90,11 @@ def peaks(held: Sequence[int], share: float = 0.8, most: int = 4) -> list[int]:
         stretches[-1].append((k, n))
     highest = [max(stretch, key=lambda point: point[1]) for stretch in stretches]
     return [k for k, _ in sorted(highest, key=lambda point: -point[1])[:most]]
+
+
+def bytes_text(n: int) -> str:
+    """A number of bytes in words: `3.2 MiB`."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"

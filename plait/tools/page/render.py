@@ -18,14 +18,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from plait.tools.page.draw import (
-    DETAILED,
-    bytes_text,
-    graph_svg,
-    memory_svg,
-    number_text,
-    time_text,
-)
+from plait.tools.page.draw import DETAILED, graph_svg, memory_svg, number_text, time_text
+from plait.tools.page.lives import bytes_text
 
 Data = Mapping[str, Any]
 SLOWEST = 12  # kernels and calls in the overview

@@ -247,16 +247,15 @@ def compile_portable(
 
 
 def _modules(captured: Captured, lowered: Lowered) -> dict[str, str]:
-    """The module whose code makes a buffer, of the nodes of the graph: `model.h.0.mlp`."""
-    stacks = {
-        n.name: n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack") or {}
-        for n in captured.graph.graph.nodes
-    }
-    paths = {
-        name: re.sub(r"^[LG]\[.*?\]\.?", "", str([*stack.values()][-1][0]))
-        for name, stack in stacks.items()
-        if stack
-    }
+    """The module whose code makes a buffer, of the nodes of the graph: `model.h.0.mlp`. A sum of
+    gradients is of the module from whose backward pass the last of them comes."""
+    paths: dict[str, str] = {}
+    for n in captured.graph.graph.nodes:
+        if stack := n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack"):
+            paths[n.name] = re.sub(r"^[LG]\[.*?\]\.?", "", str([*stack.values()][-1][0]))
+        elif n.meta.get("is_gradient_acc"):
+            terms = (paths.get(m.name, "") for m in reversed(n.all_input_nodes))
+            paths[n.name] = next(filter(None, terms), "")
     return {buf: paths[node] for buf, node in lowered.nodes.items() if paths.get(node)}
 
 

@@ -68,6 +68,28 @@ def test_a_training_step_has_its_backward_pass() -> None:
     assert any(i.module == "blocks.1.down" for i, _, _ in found.steps if "backward" in i.graph)
 
 
+class Twice(nn.Module):
+    """Two layers read what a third one makes: its gradient is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.left(x) * self.right(x)
+
+
+def test_sums_of_gradients_are_of_modules() -> None:
+    found = plait.profile(Twice(), torch.randn(32, 64), calls=2, quiet=True)
+    sums = [i for i, _, _ in found.steps if any(o.endswith("aten.add.Tensor") for o in i.lines)]
+    assert {i.module for i in sums} <= {"left", "right"} and len(sums) == 1
+    others = [i for i, _, _ in found.steps if not i.module]
+    assert others and all("aten.mul.Tensor" in i.lines[0] for i in others)
+    rows = {r.what for r in found.by_module}
+    assert rows == {"first", "left", "right", "outside of submodules"}
+
+
 def test_programs_under_a_profiler_of_the_users_own() -> None:
     model, x = Stack().eval(), torch.randn(32, 64)
     compiled = torch.compile(model, backend="plait", options={"warm_start": False})

@@ -46,6 +46,7 @@ _ALLOCATES = re.compile(r"^aten::(empty|resize_)|^cudaMalloc")
 _REGION = "Torch-Compiled Region: "
 _BACKWARD = re.compile(r"(Plait|CompiledFunction)Backward")
 _PROGRAM = re.compile(f"^{_REGION}|^{_BACKWARD.pattern}$|^CompiledFunction$")
+OUTSIDE = "outside of submodules"  # code of the module itself, or of a function
 LAUNCHING, AUTOGRAD, PYTHON = "launching", "autograd", "Python"
 """What a program does between its instructions, and on a GPU in them; what PyTorch's engine of
 gradients does; what is left of a call."""
@@ -112,7 +113,7 @@ class Profile:
     @property
     def by_module(self) -> list[Row]:
         """By module; those that differ in a number alone are one: `h.*.mlp`."""
-        return _rows((_pattern(i.module) or "?", us, n) for i, us, n in self.steps)
+        return _rows((_pattern(i.module) or OUTSIDE, us, n) for i, us, n in self.steps)
 
     @property
     def text(self) -> str:

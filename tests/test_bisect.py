@@ -30,7 +30,7 @@ from plait.pipelines import COUNTED, LEAVABLE
 from plait.schedule.limits import LIMITED
 from plait.tools.faults import bisect as bisecting
 from plait.tools.faults import trial
-from plait.tools.faults.recorded import record
+from plait.tools.faults.recorded import Recording, record
 from plait.tools.faults.switches import Switch, _smallest
 from plait.wrapper.instructions import Partition
 from tests import warm
@@ -167,7 +167,7 @@ def test_decisions_can_be_limited(step: str) -> None:
         v.sub_(1)
         return z.softmax(-1).sum(0) + 1, z.cumsum(0), x.sin().cumsum(1), w.sum(0), w.amax(1)
 
-    (graph,) = record(fn, (x, w, v), {}, Config())
+    ((graph, _),) = record(fn, (x, w, v), {}, Recording({}))
     seen, wants = [], fn(x.clone(), w, v.clone())
     for n in (0, 1, 2, 99):
         cfg = Config(without=f"{step}:{n}", small_matmul_flops=0, verify=True)
@@ -348,6 +348,70 @@ def test_a_script_is_run(
     file.write_text("import torch\ndef case():\n    return torch.sin, torch.ones(3)\n")
     with pytest.raises(SystemExit, match=r"case is no function and its arguments\n.*\(x,\)"):
         plait.__main__.main(["bisect", f"{file}:case"])
+
+
+BOUND = """
+import sys, torch, plait
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).eval()
+rows = torch.export.Dim("rows", min=2, max=9)
+if len(sys.argv) > 1:
+    given = {"options": {"opt_level": 1}, "freeze": sys.argv[1] == "frozen"}
+    compiled = plait.compile(model, (torch.ones(3, 8),), ({0: rows},), **given)
+    compiled(torch.randn(4, 8))
+"""
+
+
+def test_programs_of_plait_compile_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bound.py"
+    file.write_text(BOUND)
+
+    def status(*words: str) -> object:
+        with pytest.raises(SystemExit) as end:
+            plait.__main__.main(["bisect", "--", str(file), *words])
+        return end.value.code
+
+    assert status("bound") == 0 and status("frozen") == 0 and status() == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.sub(r"\d+ values", "values", line) for line in lines] == [
+        *["nothing found in 1 graphs: values compared"] * 2,
+        "plait compiled no graph; plait.explain says why",
+    ]
+    with plant("rule", monkeypatch):
+        assert status("bound") == 1
+    printed = capsys.readouterr().out
+    assert "aten.tanh.default" in printed and "'opt_level': 1" in printed
+
+
+class Counted(nn.Module):
+    """Keeps a sum in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x: Tensor, *, y: Tensor) -> dict[str, Tensor]:
+        self.total += x.sum(0)
+        return {"result": torch.tanh(x + y) + self.total}
+
+
+def test_what_plait_compile_returned_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x, y = Counted(), torch.randn(4, 8), torch.randn(4, 8)
+    compiled = plait.compile(model, {"x": x, "y": y})
+    assert plait.bisect(compiled, x, y=y, quiet=True) is None
+    with plant("rule", monkeypatch):
+        found = plait.bisect(compiled, x=x, y=y, quiet=True)
+    assert found is not None and found.wrong is not None and "tanh" in found.operators
+    assert found.graph.startswith("export_") and found.switches[0].startswith("kernels")
+    assert model.total.eq(0).all()
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    image = torch.randn(2, 3, 8, 8)
+    frozen = plait.compile(net, (image,), freeze=True)
+    with plant("frozen", monkeypatch), torch.no_grad():
+        found = plait.bisect(frozen, image, quiet=True)
+    assert found is not None and found.text.startswith("the whole, frozen: no kernel makes result")
 
 
 class Block(nn.Module):

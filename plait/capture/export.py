@@ -7,7 +7,8 @@ are no guards of Dynamo's: that a module holds other tensors by now, or other su
 by its dicts (`owners.py`). Calls run without autograd. Where arguments are plain tensors and the
 result is a tensor or a tuple of tensors, what is returned is the native callable itself, which
 checks dtype, device, sizes and strides; other signatures get a thin layer of Python on top.
-`__wrapped__` of what is returned is the function, `record` the record of its compilation.
+`__wrapped__` of what is returned is the function, `record` the record of its compilation, `given`
+what it was compiled with besides its example.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ def compile(
         traced = trace(*source, "plait.compile", cfg)
         call, record = (_frozen if freeze else _bound)(traced, roots, cfg)
     call.__wrapped__, call.__doc__, call.__reduce_ex__, call.record = fn, _DOC, _refuse_copy, record
+    sizes = dynamic_shapes and source[3]  # by argument, without tensors
+    call.given = {"dynamic_shapes": sizes, "options": options, "mode": mode, "freeze": freeze}
     return call  # type: ignore[no-any-return]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from plait.capture.export import record_of
 from plait.capture.program import compile_graph
 from plait.capture.sources import check_callable
 from plait.config import Config
@@ -33,19 +34,13 @@ from plait.lower.calls import origin_of, where_of
 from plait.schedule.plan import Plan
 from plait.tools.faults.evaluate import Unknown
 from plait.tools.faults.pieces import Piece, piece
-from plait.tools.faults.recorded import Recorded, record, told
+from plait.tools.faults.recorded import Graphs, Recorded, Recording, record, told
 from plait.tools.faults.reduce import Small, Tell, Tries, patience
-from plait.tools.faults.script import (
-    graphs_of,
-    load_script,
-    of_script,
-    read_arguments,
-    read_options,
-)
+from plait.tools.faults.script import load_script, of_script, read_arguments, run_script
 from plait.tools.faults.search import Wrong, search_graph, wrong_result
 from plait.tools.faults.switches import find_switches, first_wrong_decision
 from plait.tools.faults.trial import RIGHT, Trials
-from plait.tools.faults.whole import Call, as_module, wrong_whole
+from plait.tools.faults.whole import Call, Way, as_module, wrong_whole
 
 SECONDS = 30.0
 """For making a script short."""
@@ -106,17 +101,11 @@ def bisect(
 
     fn is called once, on copies of its arguments, as torch.compile with these options and mode
     sees it; where its result needs gradients that it does not take itself, the backward graphs are
-    looked at too. Random numbers are those that plait drew. freeze: what plait.compile with
-    freeze=True makes of a module is looked at as a whole, besides. Raises what fn or
-    tracing raises."""
-    cfg = Config.from_env().with_options(options, mode)
-    check_callable(fn, "plait.bisect")
+    looked at too. What plait.compile returned is compiled anew, as it was, for these arguments.
+    Random numbers are those that plait drew. freeze: what plait.compile with freeze=True makes of a
+    module is looked at as a whole, besides. Raises what fn or tracing raises."""
     with _bisecting((lambda text: None) if quiet else print) as b:  # it loads torch meanwhile
-        graphs = [(g, cfg) for g in record(fn, args, kwargs, cfg)]
-        found = b.first(graphs) or b.whole(fn, (args, kwargs), graphs, freeze)
-        if found is None:
-            b.say_nothing()
-        return found
+        return b.of_call(fn, (args, kwargs), Recording(options, mode), freeze)
 
 
 @contextmanager
@@ -136,23 +125,36 @@ class _Bisection:
     n_compared: int = 0
     passed_over: list[str] = field(default_factory=list)
 
-    def first(self, graphs: Sequence[tuple[Recorded, Config]]) -> Found | None:
-        """What is wrong in the first graph in which something is."""
+    def of_call(self, fn: Any, call: Call, by: Recording, freeze: bool = False) -> Found | None:
+        """What is wrong in the graphs of a call, or else in its results."""
+        check_callable(fn, "plait.bisect")
+        graphs = record(fn, *call, by)
+        ways: Sequence[Way] = [None, *[{"freeze": True}] * freeze]
+        ways = [fn.given] if record_of(fn) else ways
+        return self.first(graphs, partial(self._whole, fn, call, graphs, ways))
+
+    def first(
+        self, graphs: Graphs, whole: Callable[[], Found | None] = lambda: None
+    ) -> Found | None:
+        """What is wrong in the first graph in which something is, or else in the whole. Tells it,
+        or that nothing was found and where it was not looked for."""
+        found = self._first_graph(graphs) or whole()
+        if found is not None:
+            self.tell(f"{found.text}\n\n{found.script}")
+        elif not graphs:
+            self.tell("plait compiled no graph; plait.explain says why")
+        else:
+            self.tell(f"nothing found in {self.n_graphs} graphs: {self.n_compared} values compared")
+        if found is None and self.passed_over:
+            self.tell(f"not compared: {', '.join(self.passed_over)}")
+        return found
+
+    def _first_graph(self, graphs: Graphs) -> Found | None:
         for graph, cfg in watched("graphs", graphs):
             self.n_graphs += 1
             if found := self._failing(graph, cfg) or self._wrong_number(graph, cfg):
-                self.tell(f"{found.text}\n\n{found.script}")
                 return found
         return None
-
-    def say_nothing(self) -> None:
-        """That nothing was found, and where it was not looked for."""
-        if not self.n_graphs:
-            self.tell("torch.compile made no graph for plait; plait.explain says why")
-            return
-        self.tell(f"nothing found in {self.n_graphs} graphs: {self.n_compared} values compared")
-        if self.passed_over:
-            self.tell(f"not compared: {', '.join(self.passed_over)}")
 
     def _failing(self, graph: Recorded, cfg: Config) -> Found | None:
         """What becomes of a graph that does not get as far as to a number."""
@@ -202,39 +204,31 @@ class _Bisection:
         shown = _Shown.of(small, tries, graph, alone)
         return _found(graph.name, WRONG_NUMBER, wrong, shown, cfg)
 
-    def whole(
-        self,
-        fn: Callable[..., Any],
-        call: Call,
-        graphs: Sequence[tuple[Recorded, Config]],
-        freeze: bool,
-    ) -> Found | None:
+    def _whole(self, fn: Any, call: Call, graphs: Graphs, ways: Sequence[Way]) -> Found | None:
         """A wrong result or gradient of what has no wrong kernel."""
         if not graphs:
             return None
         cfg = graphs[0][1]
         try:
-            if (module := as_module(fn)) is None:
+            if (module := as_module(fn.__wrapped__ if record_of(fn) else fn)) is None:
                 raise Unknown("the function holds what a call may change")
             if any(g.draws(cfg) for g, _ in graphs):
                 raise Unknown("they are random")
-            for frozen in {False, freeze}:
-                if (found := _wrong_whole(module, call, cfg, frozen)) is not None:
-                    self.tell(f"{found.text}\n\n{found.script}")
-                    return found
+            found = (_wrong_whole(module, call, cfg, way) for way in ways)
+            return next(filter(None, found), None)
         except Unknown as why:
             self.passed_over.append(f"results and gradients of the whole ({why})")
         return None
 
 
-def _wrong_whole(fn: torch.nn.Module, call: Call, cfg: Config, frozen: bool) -> Found | None:
-    found = wrong_whole(fn, call, cfg, frozen)
+def _wrong_whole(fn: torch.nn.Module, call: Call, cfg: Config, way: Way) -> Found | None:
+    found = wrong_whole(fn, call, cfg, way)
     if found is None:
         return None
     name, worst = found
-    graph = "the whole, frozen" if frozen else "the whole"
+    graph = "the whole, frozen" if way and way["freeze"] else "the whole"
     wrong = Wrong(graph, "no kernel", "graphs made of it", name, "", worst, piece=None)
-    switches = find_switches(cfg, lambda c: wrong_whole(fn, call, c, frozen) is None)
+    switches = find_switches(cfg, lambda c: wrong_whole(fn, call, c, way) is None)
     return Found(graph, WRONG_NUMBER, wrong, "", switches, _NO_SCRIPT)
 
 
@@ -272,8 +266,9 @@ class _Shown:
             return _Shown([graph], alone, _NO_SCRIPT, "", lambda origin: origin)
         p = small.piece
         calls = (n for n in p.module.graph.nodes if n.op == "call_function")
+        graphs = record(*_pasted(small), {}, Recording(vars(tries.cfg)), dynamic=False)
         return _Shown(
-            record(*_pasted(small), {}, tries.cfg, dynamic=False),
+            [g for g, _ in graphs],
             lambda c: tries.becomes(p, small.seed, c),
             small.script,
             "; ".join(dict.fromkeys(map(origin_of, calls))),
@@ -336,16 +331,13 @@ def _named(p: Piece, script: str, origin: str) -> str:
 # ------------------------------------------------------------------------------------ command line
 def main(arguments: Sequence[str]) -> None:
     """`plait bisect script.py[:function]` or `plait bisect -- script.py ...`: exits with 1 if
-    something is found."""
+    something is found, with 2 if nothing could be compared."""
     parser = of_script("bisect", "where a compiled program leaves eager")
-    given, script = read_arguments(parser, arguments)
-    if script:
-        with _bisecting(print) as b:
-            graphs = graphs_of(given, script, lambda cfg: cfg)
-            found = b.first(graphs)
-            if found is None:
-                b.say_nothing()
-            sys.exit(found is not None)
-    fn, args = load_script(given.file)
-    options = read_options(given.option)
-    sys.exit(bisect(fn, *args, options=options, mode=given.mode) is not None)
+    given, script, by = read_arguments(parser, arguments)
+    with _bisecting(print) as b:
+        if script:
+            found = b.first(run_script(script, by))
+        else:
+            fn, args = load_script(given.file)
+            found = b.of_call(fn, (args, {}), by)
+        sys.exit(1 if found else 2 * (not b.n_compared))

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from plait.config import Config
-from plait.tools.faults.recorded import copied, load_recorded, record
+from plait.tools.faults.recorded import Recording, copied, load_recorded, record
 from plait.tools.faults.search import wrong_result
 
 SECONDS, ROUNDS = 0.4, 3
@@ -25,8 +25,7 @@ def wrong_number(
     """1, and what it is, if a result of the compiled fn is wrong; else 0, as where eager fails."""
     if not _runs(fn, args):
         return 0
-    cfg = Config.from_env().with_options(options)
-    for graph in record(fn, args, {}, cfg, dynamic=False):
+    for graph, cfg in record(fn, args, {}, Recording(options), dynamic=False):
         if wrong := wrong_result(graph, cfg):
             print(wrong.text)
             return 1

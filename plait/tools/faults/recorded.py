@@ -7,18 +7,25 @@ The text is that of `plait replay` (`graph/text.py`).
 from __future__ import annotations
 
 import copy
+import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
+from plait.capture import export
 from plait.capture.backend import plait_backend
+from plait.capture.export import record_of
+from plait.capture.program import compile_captured
 from plait.compat.frames import guards_unmeasured
 from plait.config import Config
 from plait.graph.captured import Captured
@@ -27,7 +34,7 @@ from plait.pipelines import LEAVABLE, clean_graph
 from plait.tools.explain import fresh_caller, run_backward
 from plait.tools.faults.evaluate import draws
 from plait.wrapper.instructions import WrapperProgram
-from plait.wrapper.program import Artifacts, Loaded
+from plait.wrapper.program import Artifacts, Loaded, Program
 from plait.wrapper.show import GIVEN, GIVEN_TENSORS
 from plait.wrapper.targets import TARGETS
 
@@ -93,15 +100,18 @@ class Recorder:
     first: what is wrong with kernels is not in the way."""
 
     def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
         self.folder = tempfile.TemporaryDirectory()
+        plain: Any = {"kernels": False, "wrapper": "python", "while_building": "wait"}
+        self.cfg = replace(cfg, **plain, debug_dir=self.folder.name)
         self.calls: dict[str, tuple[Any, ...]] = {}
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """For torch.compile."""
-        plain = {"kernels": False, "wrapper": "python", "while_building": "wait"}
-        chosen = {**vars(self.cfg), **plain, "debug_dir": self.folder.name}
-        return plait_backend(gm, inputs, options=chosen, target=self._target)
+        return plait_backend(gm, inputs, options=vars(self.cfg), target=self._target)
+
+    def bound(self, captured: Captured) -> Program:
+        """For plait.compile."""
+        return compile_captured(captured, self.cfg, self._target)
 
     def _target(self, program: WrapperProgram, artifacts: Artifacts) -> Loaded:
         return _Recorder(program.name, TARGETS["python"](program, artifacts), self.calls)
@@ -114,24 +124,73 @@ class Recorder:
         return [_read(root / name, self.calls.get(name)) for name in names]
 
 
+Prepared = Callable[[Config], Config]
+"""With which configuration graphs are recorded that are compiled with a given one."""
+Graphs = list[tuple[Recorded, Config]]
+"""Graphs, and how each is compiled."""
+
+
+@dataclass
+class Recording:
+    """Records what is compiled. options, mode: on top of those that it is compiled with."""
+
+    options: Mapping[str, Any] | None
+    mode: str | None = None
+    prepared: Prepared = lambda cfg: cfg
+    recorders: list[tuple[Recorder, Config]] = field(default_factory=list)
+
+    def recorder(self, cfg: Config) -> Recorder:
+        """For what is compiled by this configuration."""
+        cfg = cfg.with_options(self.options, self.mode)
+        self.recorders.append((Recorder(self.prepared(cfg)), cfg))
+        return self.recorders[-1][0]
+
+    def bound(self) -> AbstractContextManager[object]:
+        """Inside, what plait.compile is given is recorded."""
+        return mock.patch.object(
+            export, "compile_captured", lambda captured, cfg: self.recorder(cfg).bound(captured)
+        )
+
+    @property
+    def graphs(self) -> Graphs:
+        """What was recorded."""
+        return [(g, cfg) for recorder, cfg in self.recorders for g in recorder.graphs()]
+
+
 def record(
-    fn: Callable[..., Any],
+    fn: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    cfg: Config,
+    recording: Recording,
     dynamic: bool | None = None,
-) -> list[Recorded]:
-    """The graphs of fn, which is called once, on copies of its arguments. dynamic: as for
-    torch.compile."""
-    recorder = Recorder(cfg)
-    with recorder.folder, guards_unmeasured():
-        fn = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
-        args, kwargs = copied(args), copied(dict(kwargs))
-        compiled = torch.compile(fresh_caller(fn), backend=recorder.backend, dynamic=dynamic)
+) -> Graphs:
+    """The graphs of fn, which is called once, on copies of its arguments; what plait.compile
+    returned is compiled anew. dynamic: as for torch.compile."""
+    args, kwargs, own = copied(args), copied(dict(kwargs)), fn.__wrapped__ if record_of(fn) else fn
+    own = copy.deepcopy(own) if isinstance(own, torch.nn.Module | ExportedProgram) else own
+    with recording.bound(), guards_unmeasured():
+        if record_of(fn):
+            call_bound(own, fn.given, args, kwargs)
+            return recording.graphs
+        recorder = recording.recorder(Config.from_env())
+        compiled = torch.compile(fresh_caller(own), backend=recorder.backend, dynamic=dynamic)
         result = compiled(*args, **kwargs)
         if not any(name.startswith("backward") for name in recorder.calls):
-            run_backward(result, fn, (args, kwargs))
-        return recorder.graphs()
+            run_backward(result, own, (args, kwargs))
+        return recording.graphs
+
+
+def call_bound(
+    fn: Any, given: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What fn gives for these arguments, compiled by plait.compile for them, given that."""
+    example = None  # an exported program has its own
+    if not isinstance(fn, ExportedProgram):
+        if args and kwargs:
+            called = inspect.signature(getattr(fn, "forward", fn)).bind(*args, **kwargs)
+            args, kwargs = (), called.arguments
+        example = kwargs or args
+    return export.compile(fn, example, **given)(*args, **kwargs)
 
 
 def _read(folder: Path, inputs: tuple[Any, ...] | None) -> Recorded:

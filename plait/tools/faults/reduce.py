@@ -24,8 +24,8 @@ from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.pipelines import LEAVABLE
 from plait.tools.faults.pieces import SEEDS, WRONG, NoText, Pasted, Piece, paste, piece
-from plait.tools.faults.recorded import Recorded, record, told
-from plait.tools.faults.script import graphs_of, of_script, read_arguments
+from plait.tools.faults.recorded import Graphs, Recording, record, told
+from plait.tools.faults.script import load_script, of_script, read_arguments, run_script
 from plait.tools.faults.shrink import candidates, smallest
 from plait.tools.faults.trial import RIGHT, Trials
 
@@ -130,11 +130,10 @@ def reduce(
     stay true of a function and its arguments, in place of all that; it is called in this process.
     Arguments of the script are made by seed where that will do. options, mode: as for
     torch.compile. Prints progress and the script, unless quiet."""
-    cfg = Config.from_env().with_options(options, mode)
     check_callable(fn, "plait.reduce")
-    graphs = record(fn, args, kwargs, _bare(cfg))
+    graphs = record(fn, args, kwargs, Recording(options, mode, _bare))
     tell: Tell = (lambda text: None) if quiet else partial(print, flush=True)
-    return _reduced([(g, cfg) for g in graphs], slower, failing, seconds, tell)
+    return _reduced(graphs, slower, failing, seconds, tell)
 
 
 def _bare(cfg: Config) -> Config:
@@ -143,11 +142,7 @@ def _bare(cfg: Config) -> Config:
 
 
 def _reduced(
-    graphs: Sequence[tuple[Recorded, Config]],
-    slower: float,
-    failing: Failing | None,
-    seconds: float,
-    tell: Tell,
+    graphs: Graphs, slower: float, failing: Failing | None, seconds: float, tell: Tell
 ) -> Reduced | None:
     check = f"slower(fn, *args, factor={slower}" if slower else "" if failing else WRONG
     untold: dict[str, None] = {}
@@ -184,7 +179,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--slower", type=float, default=0.0, metavar="FACTOR",
                         help="what fails is to take so many times eager's time")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=120.0, help="for shrinking")
-    given, script = read_arguments(parser, arguments)
-    graphs = graphs_of(given, script, _bare)
+    given, script, by = read_arguments(parser, arguments, _bare)
+    graphs = run_script(script, by) if script else record(*load_script(given.file), {}, by)
     found = _reduced(graphs, given.slower, None, given.seconds, partial(print, flush=True))
     sys.exit(found is not None)

@@ -18,10 +18,7 @@ import torch
 from plait.capture.backend import plait_backend
 from plait.config import Config
 from plait.errors import UserError
-from plait.tools.faults.recorded import Recorded, Recorder, changes, record
-
-Graphs = list[tuple[Recorded, Config]]
-"""Graphs, and how each is compiled."""
+from plait.tools.faults.recorded import Graphs, Prepared, Recording, changes
 
 
 def of_script(command: str, description: str) -> argparse.ArgumentParser:
@@ -42,37 +39,20 @@ def of_script(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def read_arguments(
-    parser: argparse.ArgumentParser, arguments: Sequence[str]
-) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, and what stands behind `--`: one of both names a file."""
+    parser: argparse.ArgumentParser, arguments: Sequence[str], prepared: Prepared = lambda cfg: cfg
+) -> tuple[argparse.Namespace, list[str], Recording]:
+    """The arguments, and what stands behind `--`: one of both names a file. And what records its
+    graphs, with a configuration so prepared."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     given, script = parser.parse_args(arguments[:at]), [*arguments[at + 1 :]]
     if bool(given.file) == bool(script):
         parser.error("it needs a file, or a script after --")
-    return given, script
+    return given, script, Recording(read_options(given.option), given.mode, prepared)
 
 
-def graphs_of(
-    given: argparse.Namespace, script: Sequence[str], prepared: Callable[[Config], Config]
-) -> Graphs:
-    """The graphs of what the arguments name. prepared: the configuration to record them with."""
-    options = read_options(given.option)
-    if script:
-        return run_script(script, options, given.mode, prepared)
-    fn, args = load_script(given.file)
-    cfg = Config.from_env().with_options(options, given.mode)
-    return [(g, cfg) for g in record(fn, args, {}, prepared(cfg))]
-
-
-def run_script(
-    words: Sequence[str],
-    options: dict[str, Any],
-    mode: str | None,
-    prepared: Callable[[Config], Config] = lambda cfg: cfg,
-) -> Graphs:
+def run_script(words: Sequence[str], recording: Recording) -> Graphs:
     """Runs a script with its arguments; the graphs that it compiles with plait, each with what it
-    is called with first. options, mode: on top of those that it gives."""
-    recorders: list[tuple[Recorder, Config]] = []
+    is called with first."""
     compiles = torch.compile
 
     def compile(model: Any = None, **words: Any) -> Any:
@@ -80,15 +60,14 @@ def run_script(
             return compiles(model, **words)
         if model is None:
             return partial(compile, **words)
-        own = words.pop("options", None), words.pop("mode", None)
-        cfg = Config.from_env().with_options(*own).with_options(options, mode)
-        recorders.append((Recorder(prepared(cfg)), cfg))
-        return compiles(model, **{**words, "backend": recorders[-1][0].backend})
+        cfg = Config.from_env().with_options(words.pop("options", None), words.pop("mode", None))
+        return compiles(model, **{**words, "backend": recording.recorder(cfg).backend})
 
     file, *rest = words
     if not Path(file).is_file():
         raise UserError(f"there is no Python file {file}")
     with (
+        recording.bound(),
         mock.patch.object(torch, "compile", compile),
         mock.patch.object(sys, "argv", [file, *rest]),
         mock.patch.object(sys, "path", [str(Path(file).absolute().parent), *sys.path]),
@@ -97,7 +76,7 @@ def run_script(
             runpy.run_path(file, run_name="__main__")
         except (Exception, SystemExit) as end:  # noqa: BLE001 - what it has compiled is there
             print(f"the script ended with {type(end).__name__}: {end}")
-    return [(g, cfg) for recorder, cfg in recorders for g in recorder.graphs()]
+    return recording.graphs
 
 
 def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -16,14 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.capture.backend import plait_backend
-from plait.capture.export import compile as compile_frozen
 from plait.config import Config
 from plait.tools.explain import fresh_caller
 from plait.tools.faults.evaluate import WIDER, Unknown
 from plait.tools.faults.measure import HALF, Worst, jitter, worst_of
-from plait.tools.faults.recorded import copied
+from plait.tools.faults.recorded import call_bound, copied
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
+Way = Mapping[str, Any] | None
+"""What plait.compile is given besides a module and its example; None: torch.compile compiles it."""
 
 
 class _Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
@@ -81,11 +82,11 @@ def _names(code: CodeType) -> set[str]:
 
 
 def wrong_whole(
-    module: torch.nn.Module, call: Call, cfg: Config, freeze: bool = False
+    module: torch.nn.Module, call: Call, cfg: Config, way: Way = None
 ) -> tuple[str, Worst] | None:
     """The first result or gradient that is wrong, and where; None if none is. The module must
-    draw no random numbers; it and the arguments stay as they are. freeze: of what plait.compile
-    makes of it then, which has no gradients. Raises Unknown where float64 cannot tell."""
+    draw no random numbers; it and the arguments stay as they are. What plait.compile makes of it
+    has no gradients. Raises Unknown where float64 cannot tell."""
 
     @cache
     def values(wide: bool, seed: int) -> dict[str, Tensor]:
@@ -102,8 +103,10 @@ def wrong_whole(
         return plait_backend(gm, inputs, options=vars(cfg))
 
     one = copy.deepcopy(module)
-    if freeze:
-        got = _frozen(one, copied(call), cfg)
+    if way:
+        results = call_bound(one, {**way, "options": vars(cfg), "mode": None}, *copied(call))
+        shown = (x for x in tree_leaves(results) if isinstance(x, Tensor))
+        got = {f"result {k}": x for k, x in enumerate(shown)}
     else:
         got = _seen(one, torch.compile(fresh_caller(one), backend=backend), copied(call))
     try:
@@ -114,15 +117,6 @@ def wrong_whole(
     except (RuntimeError, KeyError) as error:
         raise Unknown(str(error).partition("\n")[0]) from error
     return None
-
-
-def _frozen(module: torch.nn.Module, call: Call, cfg: Config) -> dict[str, Tensor]:
-    args, kwargs = call
-    if kwargs:
-        raise Unknown("keyword arguments of a frozen module")
-    results = compile_frozen(module, tuple(args), options=vars(cfg), freeze=True)(*args)
-    given = (x for x in tree_leaves(results) if isinstance(x, Tensor))
-    return {f"result {k}": x for k, x in enumerate(given)}
 
 
 def _off(x: Tensor, seed: int) -> Tensor:

@@ -129,8 +129,7 @@ class _Bisection:
         """What is wrong in the graphs of a call, or else in its results."""
         check_callable(fn, "plait.bisect")
         graphs = record(fn, *call, by)
-        ways: Sequence[Way] = [None, *[{"freeze": True}] * freeze]
-        ways = [fn.given] if record_of(fn) else ways
+        ways: Sequence[Way] = [fn.given] if record_of(fn) else [None, *[{"freeze": True}] * freeze]
         return self.first(graphs, partial(self._whole, fn, call, graphs, ways))
 
     def first(
@@ -299,15 +298,11 @@ def _found(name: str, outcome: str, wrong: Wrong | None, shown: _Shown, cfg: Con
         maker = next((op for op in plan.program.ops if buffer in defines(op)), None)
         if not isinstance(maker, Loop | Extern) or not maker.origin:
             return buffer
-        of = shown.named(maker.origin[-1])
-        return of if isinstance(maker, Pointwise | Extern) else f"a {_kind(maker)} of {of}"
+        of, kind = shown.named(maker.origin[-1]), type(maker).__name__.lower()
+        return of if isinstance(maker, Pointwise | Extern) else f"a {kind} of {of}"
 
     text = decision.text(name_of) if decision else ""
     return Found(name, outcome, wrong, shown.operators, switches, shown.script, text)
-
-
-def _kind(loop: Loop) -> str:
-    return type(loop).__name__.lower()
 
 
 def _plans(graphs: Sequence[Recorded], cfg: Config) -> list[Plan]:

@@ -79,8 +79,9 @@ def test_planted_faults_shrink_to_one_operator(
 @pytest.mark.usefixtures("forked")
 def test_what_does_not_fail_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
-    assert plait.reduce(program, *arguments()) is None
-    assert capsys.readouterr().out == "nothing fails: 1 graphs tried\n"
+    for fn in (program, plait.compile(program, arguments())):
+        assert plait.reduce(fn, *arguments()) is None
+        assert capsys.readouterr().out == "nothing fails: 1 graphs tried\n"
 
 
 def test_what_eager_refuses_is_no_failure() -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Protocol
 
@@ -250,9 +250,10 @@ def _modules(captured: Captured, lowered: Lowered) -> dict[str, str]:
     """The module whose code makes a buffer, of the nodes of the graph: `model.h.0.mlp`. A sum of
     gradients is of the module from whose backward pass the last of them comes."""
     paths: dict[str, str] = {}
+    known = cache(lambda told: re.sub(r"^[LG]\[.*?\]\.?", "", told))
     for n in captured.graph.graph.nodes:
         if stack := n.meta.get("nn_module_stack") or n.meta.get("fwd_nn_module_stack"):
-            paths[n.name] = re.sub(r"^[LG]\[.*?\]\.?", "", str([*stack.values()][-1][0]))
+            paths[n.name] = known(stack[next(reversed(stack))][0])
         elif n.meta.get("is_gradient_acc"):
             terms = (paths.get(m.name, "") for m in reversed(n.all_input_nodes))
             paths[n.name] = next(filter(None, terms), "")

@@ -308,12 +308,12 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """A function that Dynamo compiled too often would run in eager, and be compared with itself: an
-    error here."""
+    error here. No test leaves gradients off for others."""
     torch._dynamo.reset()
     dynamo.left_to_eager.clear()
     of_process.found.clear()
     _seed()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+    with torch.enable_grad(), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
     torch._dynamo.reset()
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:

@@ -82,7 +82,8 @@ class Attention(DeviceKernel):
     additions: what the kernel for the gradient of queries adds up beside it.
     heads: how many heads of queries are rows of one block; they share keys, and queries are few.
     parts: of a walk along keys, each with a result of its own: the first dimension of results.
-    causal: a query sees keys up to its own position, where its walk may end. The mask says so too.
+    causal: a query sees keys up to its own position, where its walk may end, and a key queries from
+        its own on. The mask says so too.
     by_row: a row of the result has the same bits in any batch, with keys behind it that do not
         count, however many: blocks do not depend on lengths.
     """
@@ -128,7 +129,7 @@ class Attention(DeviceKernel):
             max(self.heads, self.parts) > 1 and self.gives != "result"
         ):
             return f"a kernel of {self.gives} over {self.heads} heads in {self.parts} parts"
-        if self.causal and (self.gives != "result" or self.tables or self.mask is None):
+        if self.causal and (self.tables or self.mask is None):
             return "a kernel of attention that ends early, and does not know where"
         if any(f.loaded - given - {"score", "grad"} for f in known):
             return "a kernel of attention whose formulas load what is no operand"

@@ -40,10 +40,12 @@ from plait.ir.record import inline
 from plait.ir.rules import Simplifier
 from plait.lower.convert import convert
 from plait.lower.core import Lowering, NoRule, View, lower
+from plait.lower.elementwise import inside, load_if, result
+from plait.lower.extern import call_op
 from plait.lower.memory import tensor_arg
 from plait.lower.pycall import rule_or_python
 
-_hop = torch.ops.higher_order
+aten, _hop = torch.ops.aten, torch.ops.higher_order
 _LN2 = math.log(2)  # the operator gives logarithms to base 2
 _WHOLE = 1 << 30  # PyTorch's size of a block where there is no block mask
 _MOST_FEW = 64  # queries of heads that are rows of one block
@@ -188,27 +190,90 @@ def _along(ctx: Lowering, out: View, grad: View, grad_sums: View | None) -> View
 
 
 # --------------------------------------------------------------------------- of the library's kinds
-def row_attention(ctx: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
-    """scaled_dot_product_attention by our kernel, where rows keep their bits: for results alone.
-    None: the library computes what its backward needs, dropout, and rows that no kernel takes."""
+def row_attention(
+    ctx: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[View | None] | None:
+    """scaled_dot_product_attention by our kernel, where rows keep their bits, with what its
+    backward reads. None: the library computes dropout, and rows that no kernel takes."""
+    made = _row_call(ctx, args, kwargs)
+    if made is None:
+        return None
+    _, c, formulas = made
+    sums = ctx.new_buffer(f32, tuple(c.inputs[0].shape[:3]), None, True, ctx.device())
+    outs, op = [c.result(0), sums], ctx.node.target.name()
+    causal = formulas["mask"] is not None
+    c.launch("result", c.inputs, 0, formulas, outs, 4, causal=causal, operator=op)
+    found: list[View | None] = [ctx.whole(outs[0])]
+    for k, val in enumerate(ctx.node.meta["val"][1:], 1):
+        if k not in results_read(ctx.node):
+            found.append(None)
+        elif k == 1:
+            found.append(_natural(ctx, ctx.whole(sums)))
+        else:  # numbers that are drawn by, of which there are none
+            how = {"dtype": val.dtype, "device": val.device}
+            found.append(call_op(ctx, aten.zeros.default, (ctx.out_shape(k),), how, val))
+    return found
+
+
+def row_attention_backward(
+    ctx: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[View | None] | None:
+    """Its gradients, each sum in one order. None: the library computes those of a bias, too."""
+    made = _row_call(ctx, args, kwargs)
+    if made is None:
+        return None
+    given, c, formulas = made
+    if given.get("grad_input_mask", (False,))[-1]:
+        return None
+    if formulas["score"] is not None:
+        score = loops.node("load", (), Load("grad", ()), f32)
+        formulas["gradient"] = Formula(c.vars, score)
+    grad, out, logs = given["grad_out"], given["out"], given["logsumexp"]
+
+    def in_base(ops: Any, i: Any) -> loops.Node:
+        return logs.load(ops, (*i, *[0] * (len(logs.shape) - 3))) * (1 / _LN2)
+
+    sums = ctx.pointwise(c.inputs[0].shape[:3], f32, in_base)
+    ctx.fix_layout(sums.buf)
+    wide = (*c.inputs, grad, _along(ctx, out, grad, None), sums)
+    of_queries, of_keys, of_values = map(c.result, range(3))
+    how = {"causal": formulas["mask"] is not None, "operator": ctx.node.target.name()}
+    c.launch("queries", wide, 0, formulas, [of_queries], 6, **how)
+    c.launch("keys", wide, 0, formulas, [of_keys, of_values], 8, **how)
+    return [*map(ctx.whole, (of_queries, of_keys, of_values)), None][: len(ctx.node.meta["val"])]
+
+
+def _row_call(
+    ctx: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], _Call, dict[str, Formula | None]] | None:
+    """The operands by name, and the call with its formulas; None where no kernel takes it."""
     op: Any = ctx.node.target
-    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | {**kwargs}
+    names = (a.name.rstrip("_") for a in op._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | {**kwargs}
     q, k, v = (given[name] for name in ("query", "key", "value"))
     bias, causal = given.get("attn_bias", given.get("attn_mask")), given.get("is_causal", False)
-    if not _is_taken(ctx, q, k, v) or given.get("dropout_p", 0.0) or results_read(ctx.node) - {0}:
+    if not _is_taken(ctx, q, k, v) or given.get("dropout_p", 0.0):
         return None
     if causal and q.shape[2] != k.shape[2]:  # kernels differ in what the last query sees
+        return None
+    if not all(isinstance(ctx.node.meta["val"][n], torch.Tensor) for n in results_read(ctx.node)):
         return None
     scale = given.get("scale")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         return None
     c = _Call(ctx, (q, k, v), (None, _WHOLE, _WHOLE, None), scale)
-    formulas = {"score": c.biased(bias), "mask": c.causal() if causal else None}
-    sums = ctx.new_buffer(f32, tuple(q.shape[:3]), None, True, ctx.device())
-    outs = [c.result(0), sums]
-    c.launch("result", (q, k, v), 0, formulas, outs, 4, causal=causal, operator=op.name())
-    return ctx.whole(outs[0])
+    return given, c, {"score": c.biased(bias), "mask": c.causal() if causal else None}
+
+
+def _natural(ctx: Lowering, sums: View) -> View:
+    """Logarithms of sums as the operator has them: with the rows that it adds."""
+
+    def body(ops: Any, i: Any) -> loops.Node:
+        there = inside(ops, (i[2],), [(0, sums.shape[2])])
+        return load_if(ops, there, lambda: sums.load(ops, i[:3]) * _LN2, math.inf)
+
+    return result(ctx, body, 1)
 
 
 def _is_taken(ctx: Lowering, q: View, k: View, v: View) -> bool:

@@ -17,7 +17,7 @@ from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, bounds, contiguous_strides, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
-from plait.lower.attention import row_attention
+from plait.lower.attention import row_attention, row_attention_backward
 from plait.lower.core import Lowering, View, lower
 from plait.lower.dtypes import compute_dtype
 from plait.lower.elementwise import inside, load_if, result
@@ -149,10 +149,10 @@ def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: An
         made = host_attention(ctx, q, k, v, *rest, flops=flops, **kwargs)
         if made is None:
             made = _attention_of_some(ctx, q, k, v, *rest, flops=flops, **kwargs)
-    else:
-        made = row_attention(ctx, (q, k, v, *rest), kwargs) if ctx.cfg.batch_invariant else None
-    if made is not None:
-        return (made, *[None] * (len(ctx.node.meta["val"]) - 1))
+        if made is not None:
+            return (made, *[None] * (len(ctx.node.meta["val"]) - 1))
+    elif ctx.cfg.batch_invariant and (rows := row_attention(ctx, (q, k, v, *rest), kwargs)):
+        return tuple(rows)
     return call_extern(ctx, (q, k, v, *rest), kwargs, flops=flops)
 
 
@@ -186,4 +186,6 @@ def attention_backward(
 ) -> Any:
     flops = product((10, *q.shape, k.shape[-2]))
     args = (grad, q, k, v, *rest)
+    if ctx.cfg.batch_invariant and (made := row_attention_backward(ctx, args, kwargs)):
+        return tuple(made)
     return call_extern(ctx, args, kwargs, flops=flops)

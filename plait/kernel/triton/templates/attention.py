@@ -18,7 +18,8 @@ SPARSE_ROWS, SPARSE_COLUMNS: queries and keys in a block of the tables
 ROW_EDGE, COLUMN_EDGE: the last block may be larger than what is left
 SCALE: of products
 BEFORE, AFTER: factors before and after score_of, the latter above 0; they give scores to base 2
-CAUSAL: a walk ends with the keys at the position of its last query
+CAUSAL: a walk ends with the keys at the position of its last query, or begins with the queries at
+    that of its first key
 MASKS, CHANGES: there is a mask, and a score_of that changes scores
 ADDS: gradients of other tensors are summed beside those of queries
 STAGES: how loops are compiled
@@ -308,6 +309,8 @@ def gradient_of_queries(
         steps, index, count = steps_of(
             table, table_strides, b, h, first, n, part, SPARSE_ROWS, SPARSE_COLUMNS, COLUMNS
         )
+        if CAUSAL:
+            steps = tl.minimum(steps, tl.cdiv(first + ROWS, COLUMNS))
         start = start_of(0 * steps, index, table_strides, count, part, SPARSE_COLUMNS, COLUMNS)
         for step in tl.range(0, steps, num_stages=STAGES):
             acc = add_keys(
@@ -386,8 +389,9 @@ def gradient_of_keys(
             steps, index, count = steps_of(
                 table, table_strides, of_b, h, first, m, part, SPARSE_COLUMNS, SPARSE_ROWS, ROWS
             )
-            start = start_of(0 * steps, index, table_strides, count, part, SPARSE_ROWS, ROWS)
-            for step in tl.range(0, steps, num_stages=STAGES):
+            begin = first // ROWS if CAUSAL else 0 * steps
+            start = start_of(begin, index, table_strides, count, part, SPARSE_ROWS, ROWS)
+            for step in tl.range(begin, steps, num_stages=STAGES):
                 of_keys, of_values = add_queries(
                     of_keys, of_values, keys, values, of_head(q, q_strides, of_b, h),
                     of_head(grad, grad_strides, of_b, h), of_head(along, row_strides, of_b, h),

@@ -174,6 +174,26 @@ def test_grouped_heads_and_a_longer_text(dtype: torch.dtype) -> None:
     assert "batch_invariant" in text and "not promised" not in text
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_that_is_trained(dtype: torch.dtype) -> None:
+    """It has the bits that it has without gradients; these are the library's."""
+    xs = [torch.randn(3, heads, 50, 32).to(dtype) for heads in (4, 2, 2)]
+    fn = functools.partial(attend, is_causal=True, enable_gqa=True)
+    with torch.no_grad():
+        want = compiled(fn)(*xs)
+    types = (dtype, dtype, torch.float64)
+    trained, eager, wide = ([x[:2].to(t, copy=True).requires_grad_() for x in xs] for t in types)
+    made = compiled(fn)(*trained)
+    assert torch.equal(made, want[:2])
+    for result in (made, fn(*eager), fn(*wide)):
+        result.square().sum().backward()
+    for x, y, z in zip(trained, eager, wide, strict=True):
+        off, eagers = ((g.grad.double() - z.grad).abs().max() for g in (x, y))
+        assert off <= 2.5 * eagers
+    text = plait.explain(fn, *trained, options=OPTIONS, quiet=True).text
+    assert text.count("not promised") == text.count("flash_attention_for_cpu_backward (") == 1
+
+
 def test_heads_in_uneven_groups_are_the_librarys() -> None:
     """What it gives for them only eager knows: nothing reads beyond the keys."""
     q, k = torch.randn(1, 3, 8, 16), torch.randn(1, 2, 8, 16)

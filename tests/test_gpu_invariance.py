@@ -228,7 +228,17 @@ def test_attention(kind: str, lengths: tuple[int, int], width: int, dtype: torch
     assert not differing(fn, xs)
     with torch.no_grad():
         tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == HALF else {"rtol": 1e-3, "atol": 1e-3}
-        torch.testing.assert_close(compiled(fn, False)(*xs), fn(*xs), **tolerance)
+        want = compiled(fn, False)(*xs)
+        torch.testing.assert_close(want, fn(*xs), **tolerance)
+    trained, eager = ([x.clone() for x in xs] for _ in range(2))
+    for x in (*trained[:3], *eager[:3]):
+        x.requires_grad_()
+    made = compiled(fn, False)(*trained)
+    assert torch.equal(made, want)  # gradients are the library's
+    for result in (made, fn(*eager)):
+        result.sum().backward()
+    for x, y in zip(trained[:3], eager[:3], strict=True):
+        torch.testing.assert_close(x.grad, y.grad, **tolerance)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -4,8 +4,7 @@ cost."""
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from plait.compat import precision
 from plait.graph.conv_cost import most_taps
+from plait.graph.edit import results_read
 from plait.ir.dtypes import bf16, f16, f32
 from plait.ir.expr import Expr, Size, bounds, contiguous_strides, product
 from plait.ir.loops import Node
@@ -150,10 +150,24 @@ def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: An
         if made is None:
             made = _attention_of_some(ctx, q, k, v, *rest, flops=flops, **kwargs)
         if made is not None:
-            return (made, *[None] * (len(ctx.node.meta["val"]) - 1))
+            return (made, *_sums(ctx, (q, k, v, *rest), kwargs, flops))
     elif ctx.cfg.batch_invariant and (rows := row_attention(ctx, (q, k, v, *rest), kwargs)):
         return tuple(rows)
     return call_extern(ctx, (q, k, v, *rest), kwargs, flops=flops)
+
+
+def _sums(
+    ctx: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any], flops: Size
+) -> Sequence[View | None]:
+    """What the library's backward pass reads, which its own forward pass makes, beside a result of
+    ours."""
+    node: Any = ctx.node
+    val, used = node.meta["val"], frozenset(results_read(node) - {0})
+    if not used:
+        return [None] * (len(val) - 1)
+    how = {"given": (node.args, node.kwargs), "flops": flops, "used": used}
+    found: Sequence[View | None] = call_op(ctx, node.target, args, kwargs, val, **how)
+    return found[1:]
 
 
 def _attention_of_some(
@@ -163,9 +177,8 @@ def _attention_of_some(
     """The result by the operator that chooses a kernel, where there may be no heads, rows or keys:
     the kernel that was chosen for the example divides by their numbers."""
     node = ctx.node
-    of_result = all(u.target is operator.getitem and u.args[1] == 0 for u in node.users)
     varying = [n for n in (q.shape[1], q.shape[2], k.shape[2]) if isinstance(n, Expr)]
-    if not of_result or all(bounds(n)[0] > 1 for n in varying):
+    if results_read(node) - {0} or all(bounds(n)[0] > 1 for n in varying):
         return None
     args = (q, k, v, attn_mask, dropout, causal)
     given = (*node.args[:3], node.kwargs.get("attn_mask"))

@@ -8,13 +8,13 @@ Comes in: queries, keys and values of `scaled_dot_product_attention`. Goes out: 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
 import torch
 
+from plait.graph.edit import results_read
 from plait.ir.attention import HostAttention
 from plait.ir.calls import Extern, TensorArg
 from plait.ir.dtypes import bf16, f16, f32
@@ -40,7 +40,7 @@ def host_attention(
     node, mask = ctx.node, attn_mask
     if node.target is not aten._scaled_dot_product_flash_attention_for_cpu.default:
         return None
-    if any(u.target is not operator.getitem or u.args[1] != 0 for u in node.users):
+    if results_read(node) - {0} and not ctx.cfg.batch_invariant:
         return None
     heads, depth = q.shape[1], q.shape[3]
     if dropout or q.shape[0] != k.shape[0] or k.shape != v.shape or depth != k.shape[3]:

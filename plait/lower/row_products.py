@@ -31,6 +31,8 @@ def keeps_rows(call: Extern) -> bool:
     with more rows it does not say."""
     if call.kernel is not None:
         return call.op.startswith(_KEPT)
+    if call.op.startswith(_KEPT) and call.outs[0] is None and "backward" not in call.op:
+        return True  # sums of attention, for its backward pass alone
     if call.control is not None:  # its graphs have calls of their own
         return True
     if call.is_operator and call.op.partition("::")[2].partition(".")[0] in ALWAYS:

@@ -206,6 +206,11 @@ def test_what_nobody_knows_has_no_advice(guard: str) -> None:
     assert advice(guard) == ""
 
 
+def test_threads_that_compile_at_once_have_advice() -> None:
+    told = "Unexpected recompilation: runtime guards failed even though they passed during"
+    assert "threads" in advice(told)
+
+
 def test_each_advice_is_one_sentence() -> None:
     assert all(text and text[-1] != "." and "\n" not in text for _, text in ADVICE)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.runtime.timing import time_kernels
 from tests.models import gpt2, tokens
 from tests.test_models import close
 
@@ -75,3 +76,23 @@ def test_threads_compile_at_once() -> None:
         truth = torch.softmax(torch.arange(12.0, dtype=torch.float64).view(3, 4) * (k + 1), -1) + k
         assert got is not None
         close(got, truth.float(), truth, f"thread {k}")
+
+
+def test_kernels_are_timed_on_one_core_in_their_own_thread_alone() -> None:
+    """What begins meanwhile has all cores, for good: Dynamo guards their number, too."""
+    seen: list[int] = []
+    threads = torch.get_num_threads()
+
+    def call(given: list[object]) -> tuple[object, ...]:
+        seen.append(torch.get_num_threads())
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        return ()
+
+    torch.set_num_threads(2)
+    try:
+        time_kernels(call, list, seconds=0.0)
+        assert seen == [1, 2] * 3 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)

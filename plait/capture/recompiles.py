@@ -70,6 +70,11 @@ ADVICE: tuple[tuple[str, str], ...] = (
         _SAME_STATE,
     ),
     (
+        r"Unexpected recompilation",
+        "threads that call a function for the first time at once may all compile it: call it once "
+        "before they begin",
+    ),
+    (
         r"BACKEND_MATCH|current_backend",
         "torch.compile was called again with other options: call it once, and keep what it returns",
     ),

@@ -10,8 +10,10 @@ an operator. What runs on a GPU is timed by the device.
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -83,6 +85,21 @@ def touched_nbytes(t: Tensor) -> int:
     return n
 
 
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Inside, PyTorch's operators run on one core in this thread, and in no other:
+    torch.set_num_threads is also for threads that begin later, which would keep it."""
+    linked = ctypes.CDLL(torch._C.__file__)
+    set_local = getattr(linked, "MKL_Set_Num_Threads_Local", lambda n: n)
+    threads, of_mkl = torch.get_num_threads(), set_local(1)
+    linked.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        linked.omp_set_num_threads(threads)
+        set_local(of_mkl)
+
+
 def time_kernels(
     call: Boxed, inputs: Callable[[], list[object]], seconds: float = 0.5
 ) -> list[KernelTime]:
@@ -94,18 +111,16 @@ def time_kernels(
     kernels: list[Watched] = [c.cell_contents for c in cells if hasattr(c.cell_contents, "watch")]
     watch = Watch()
     end = time.perf_counter() + seconds
-    threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(1)  # for operators: of kernels a watch runs all of the work itself
         for kernel in kernels:
             kernel.watch = watch
-        for k in range(100):
-            watch.at = 0
-            call(inputs())
-            if k >= 2 and time.perf_counter() > end:
-                break
+        with one_core():  # for operators: of kernels a watch runs all of the work itself
+            for k in range(100):
+                watch.at = 0
+                call(inputs())
+                if k >= 2 and time.perf_counter() > end:
+                    break
     finally:
-        torch.set_num_threads(threads)
         for kernel in kernels:
             kernel.watch = None
     return watch.launches

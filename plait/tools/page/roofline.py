@@ -20,7 +20,7 @@ from plait.compat import precision
 from plait.devices import facts_of
 from plait.ir.dtypes import DTYPES
 from plait.lower.dtypes import TO_TORCH
-from plait.runtime.timing import gpu_ns
+from plait.runtime.timing import gpu_ns, one_core
 
 AS = " as "  # `f32 as tf32`: what the library makes of float32, where flags let it
 _LARGEST = 1 << 27  # bytes of a block that is copied
@@ -69,11 +69,9 @@ def product_rate(device: str, kind: str) -> int:
         return 0
     how = precision.float32_as(library_of(device), as_what) if as_what else nullcontext()
     host = facts_of(device).is_host
-    threads = torch.get_num_threads()
     rate = 0.0
     try:
-        torch.set_num_threads(1)
-        with how, torch.no_grad():
+        with how, torch.no_grad(), one_core():
             for n in (256, 512, 1024) if host else (1024, 2048, 4096):
                 ns = min(_product_ns(n, dtype, device) for _ in range(10))
                 rate = max(rate, 2e9 * n**3 / ns)
@@ -81,8 +79,6 @@ def product_rate(device: str, kind: str) -> int:
                     break
     except (RuntimeError, NotImplementedError):  # of 8 bits, say
         return 0
-    finally:
-        torch.set_num_threads(threads)
     return round(rate)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,24 @@ def test_every_graph_between_breaks_is_shown() -> None:
     (why,) = report.breaks
     assert re.match(r"test_explain.py:\d+: ", why) and "graph_break" in why
     assert "graph breaks:\n  test_explain.py:" in report.text
+
+
+def test_breaks_with_nothing_to_compile_before_them() -> None:
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        factor = x.sum().item()
+        if x.amax() > 3:
+            x = x * 2
+        return x * factor
+
+    def whole(x: torch.Tensor) -> float:
+        return asks(x).sum().item()
+
+    report = plait.explain(whole, inputs(), quiet=True)
+    first = inspect.getsourcelines(asks)[1]
+    for line, cause in ((1, "item()"), (2, "branching"), (7, "item()")):
+        assert sum(f":{first + line}: " in b and cause in b for b in report.breaks) == 1
+    found = report.to_json()["findings"]
+    assert len(found) == len(report.breaks) and all(f["advice"] for f in found)
 
 
 def test_a_function_that_runs_its_backward_pass_itself() -> None:

@@ -254,9 +254,9 @@ def test_cells_of_a_notebook_have_their_text(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_break_is_named_once_for_all_sizes() -> None:
     a_break = {"where": "model.py:3", "cause": "print", "hints": []}
     other = a_break | {"where": "model.py:5"}
-    report = {"breaks": [a_break, other, a_break], "recompiles": [], "left_to_eager": ["f: x"]}
-    found = findings(report | {"graphs": []})
-    kinds = [(f["kind"], f["where"]) for f in found]
+    report = report_data([], [a_break, other, a_break], [], left_to_eager=["f: x"])
+    assert report["breaks"] == [a_break, other]
+    kinds = [(f["kind"], f["where"]) for f in report["findings"]]
     breaks = [("graph break", "model.py:3"), ("graph break", "model.py:5")]
     assert kinds == [*breaks, ("left to eager", "")]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,9 +20,8 @@ from typing import Any
 import sympy
 import torch._dynamo.config as dynamo_config
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
-from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._dynamo.utils import counters, get_compilation_metrics, graph_break_reasons
 from torch._guards import CompileContext, TracingContext
-from torch.fx import GraphModule
 
 from plait import compat
 from plait.log import logger
@@ -141,18 +140,36 @@ class Break:
         return f"{self.where}: {self.cause}" if self.where else self.cause
 
 
-def graph_break(gm: GraphModule) -> Break | None:
-    """Why Dynamo ended this graph before the function's end; None where it did not."""
-    why = getattr(gm, "compile_subgraph_reason", None)
-    if why is None or not why.graph_break:
-        return None
+def breaks() -> list[Break]:
+    """Those of this process up to now, in order, also where there was nothing to compile before
+    one."""
+    for why in list(graph_break_reasons):  # Dynamo's own list, which a reset empties
+        if id(why) not in _noted:
+            _noted[id(why)] = (why, _in_words(why))
+    return [b for _, b in list(_noted.values())]
+
+
+_noted: dict[int, tuple[Any, Break]] = {}
+"""By the id of Dynamo's reason, which is kept, so that no other gets its id."""
+
+
+def _in_words(why: Any) -> Break:
     frame = why.user_stack[-1] if why.user_stack else None
     where = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     reason = why.reason.strip()
-    cause, *lines = (_cannot_go_on() if reason == "step_unsupported" else reason).splitlines()
+    if reason == "step_unsupported":
+        reason = _cannot_go_on()
+    elif reason.startswith("generic_jump"):
+        reason = _BRANCH
+    cause, *lines = reason.splitlines()
     told = (line.strip() for line in lines)
     hints = tuple(h for h in told if h.startswith(("Explanation: ", "Hint: ")))
     return Break(where, cause, hints)
+
+
+_BRANCH = (
+    "Data-dependent branching\nHint: compute both and choose by torch.where, or use torch.cond"
+)
 
 
 def _cannot_go_on() -> str:
@@ -162,16 +179,6 @@ def _cannot_go_on() -> str:
     if len(reasons) == 1:
         return reasons[0].strip()
     return "something inside this call\n  Hint: TORCH_LOGS=graph_breaks tells what it is"
-
-
-breaks: deque[Break] = deque(maxlen=1000)
-"""The last ones of this process."""
-
-
-def note_break(gm: GraphModule) -> None:
-    """Keeps why this graph ended early, if it did."""
-    if why := graph_break(gm):
-        breaks.append(why)
 
 
 def refusals() -> Counter[str]:

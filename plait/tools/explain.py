@@ -57,13 +57,11 @@ def explain(
         note = "compiled by plait.compile before, not run again"
         return _shown([record], [], of_process, note, details, quiet)
     records: list[CompileRecord] = []
-    breaks: list[Break] = []
+    known = len(dynamo.breaks())
     recompiles = Recompiles()
     recompiles.found.extend(of_process.found)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if why := dynamo.graph_break(gm):
-            breaks.append(why)
         return plait_backend(gm, inputs, options=options, mode=mode, recompiles=recompiles)
 
     refused = dynamo.refusals()
@@ -80,13 +78,13 @@ def explain(
     except Exception as error:
         if records:
             note = f"{type(error).__name__} after these graphs were compiled"
-            _shown(records, breaks, recompiles, note, details, quiet)
+            _shown(records, dynamo.breaks()[known:], recompiles, note, details, quiet)
         raise
     why = ", ".join(dynamo.refusals() - refused) or "there are no operations on tensors"
     if "RNN, GRU, or LSTM" in why:
         why += "; torch._dynamo.config.allow_rnn = True lets it (docs/use.md)"
     note = "" if records else f"Dynamo captured no graph: {why}"
-    return _shown(records, breaks, recompiles, note, details, quiet)
+    return _shown(records, dynamo.breaks()[known:], recompiles, note, details, quiet)
 
 
 def _shown(

@@ -61,8 +61,8 @@ class Report:
 
     @property
     def breaks(self) -> tuple[str, ...]:
-        """Why Dynamo ended a graph before the function's end, with the line, one a break."""
-        return tuple(b.line for b in self.broken)
+        """Why Dynamo ended a graph before the function's end, with the line, each once."""
+        return tuple(dict.fromkeys(b.line for b in self.broken))
 
     @property
     def recompiles(self) -> tuple[str, ...]:

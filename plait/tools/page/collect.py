@@ -79,7 +79,7 @@ class Collector:
         """What the process keeps lists of."""
         dynamo.note_skipped()
         return {
-            "break": dynamo.breaks,
+            "break": dynamo.breaks(),
             "recompile": of_process.found,
             "start": outcomes,
             "eager": dynamo.left_to_eager,

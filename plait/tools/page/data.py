@@ -112,7 +112,8 @@ def report_data(
         "plait": plait.__version__,
         "torch": torch.__version__,
         "graphs": list(graphs),
-        "breaks": list(breaks),
+        # One for all sizes, and for all functions around it.
+        "breaks": list({(b["where"], b["cause"]): b for b in breaks}.values()),
         "recompiles": list(recompiles),
         "copy_ns": {},
         "product_flops": {},

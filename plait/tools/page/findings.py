@@ -25,7 +25,7 @@ MOST = 20  # findings of one kind
 def findings(report: Data) -> list[Data]:
     """A list of {kind, what, where, why, advice, graph, step}."""
     found: list[Data] = []
-    for b in {(b["where"], b["cause"]): b for b in report["breaks"]}.values():  # one for all sizes
+    for b in report["breaks"]:
         hints = [h.removeprefix("Hint: ") for h in b["hints"] if h.startswith("Hint: ")]
         why = "A graph ends here: nothing is fused across it, and Python runs in between"
         found.append(_finding("graph break", b["cause"], b["where"], why, " ".join(hints[:1])))

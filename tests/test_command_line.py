@@ -102,3 +102,14 @@ def test_what_is_neither(tmp_path: Path) -> None:
     assert exits("info", path) == f"plait: {path} is no kernel file of this version"
     path.write_bytes(whole[:24] + b"\xff" * 8 + whole[32:])
     assert exits("info", path) == f"plait: {path} is a damaged kernel file"
+
+
+def test_commands_and_scripts_are_told_apart(tmp_path: Path) -> None:
+    """`plait report` and `replay record` run commands, `bisect` and `reduce` scripts."""
+    script = tmp_path / "train.py"
+    script.touch()
+    for run in (("report", "-o", tmp_path / "page.html"), ("replay", "record", tmp_path / "all")):
+        told = f"plait: {script}: Permission denied; try: python {script} --steps 3"
+        assert exits(*run, "--", script, "--steps", 3) == told
+    for search in ("bisect", "reduce"):
+        assert "try: -- train.py, without python" in str(exits(search, "--", "python", script))

@@ -19,7 +19,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from pathlib import Path
 from plait.devices import facts_of
 from plait.errors import PlaitError
 from plait.log import progress
+from plait.tools.page.command import run
 from plait.wrapper.show import GIVEN, GIVEN_TENSORS
 
 _MADE = "[1-5]_*"
@@ -98,7 +98,7 @@ def record(folder: Path, program: Sequence[str]) -> int:
     what was given. Returns the command's exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as raw:
-        status = subprocess.call(program, env={**os.environ, "PLAIT_DEBUG_DIR": f"{raw}/%p"})
+        status = run(program, {**os.environ, "PLAIT_DEBUG_DIR": f"{raw}/%p"})
         for made in sorted(Path(raw).glob("*/*")):
             _keep(made, folder)
     return status

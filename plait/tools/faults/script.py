@@ -65,7 +65,7 @@ def run_script(words: Sequence[str], recording: Recording) -> Graphs:
 
     file, *rest = words
     if not Path(file).is_file():
-        raise UserError(f"there is no Python file {file}")
+        raise UserError(f"there is no Python file {file}", hint="-- train.py, without python")
     with (
         recording.bound(),
         mock.patch.object(torch, "compile", compile),

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for file in filter(None, (given.page, given.json)):
         _check(file)
     with tempfile.TemporaryDirectory() as folder:
-        status = _run(command, {**os.environ, "PLAIT_REPORT_TO": folder})
+        status = run(command, {**os.environ, "PLAIT_REPORT_TO": folder})
         events = list(_events(Path(folder)))
     ended = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
     data = assemble(events, f"{shlex.join(command)}: {ended}")
@@ -112,13 +112,14 @@ def _check(file: Path) -> None:
         raise UserError(f"there is no folder {file.absolute().parent}", hint="make it first")
 
 
-def _run(command: Sequence[str], env: dict[str, str]) -> int:
+def run(command: Sequence[str], env: dict[str, str]) -> int:
     """Runs a command to its end; its exit status, or a signal's number below zero. An interruption
     by the keyboard goes to both processes, and only the command's counts; others are passed on."""
     try:
         process = subprocess.Popen(command, env=env)
     except OSError as error:
-        sys.exit(f"plait: {command[0]}: {error.strerror}")
+        hint = f"; try: python {shlex.join(command)}" if command[0].endswith(".py") else ""
+        sys.exit(f"plait: {command[0]}: {error.strerror}{hint}")
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)

@@ -34,6 +34,7 @@ from plait.runtime import generated
 from plait.runtime.graphs import refusals
 from plait.runtime.timing import Watch
 from plait.tools.page import roofline
+from plait.tools.page.collect import Collector, Event, assemble, told
 from plait.tools.page.data import graph_data, report_data
 from plait.tools.page.findings import findings
 from plait.tools.page.kernels import accesses_of, operations_of
@@ -381,6 +382,21 @@ def test_the_roofline_goes_by_size() -> None:
     assert copied_ns(100, copies) == 1000
     assert copied_ns(6144, copies) == 1200
     assert copied_ns(1 << 29, copies) == 1 << 28
+
+
+def test_what_a_report_alone_changes_is_not_told() -> None:
+    """A program runs as Python while it is timed. Seeds are of no library of PyTorch's."""
+    torch._dynamo.reset()
+    events: list[Event] = []
+    collector = Collector(events.append)
+    collector.start()
+    dropped = torch.compile(lambda x: F.dropout(x.sin()), backend="plait")
+    dropped(torch.ones(64, requires_grad=True)).sum().backward()
+    collector.stop()
+    graphs = assemble([*map(told, events)])["graphs"]
+    assert [g["wrapper_reason"] for g in graphs] == ["", ""]
+    (why,) = {s["why"] for g in graphs for s in g["steps"] if s["name"].startswith("plait::seed")}
+    assert why == "an operator of plait's own"
 
 
 # ------------------------------------------------------------------------------------- the command

@@ -20,7 +20,7 @@ from plait.capture.aliases import offset_in, repeats_memory, same_bits
 from plait.compat.frame_facts import NotKept
 from plait.graph.captured import InputView
 from plait.graph.edit import output_of
-from plait.wrapper.program import Program
+from plait.wrapper.program import AS_PYTHON, Program
 
 _TRUSTED_NAMESPACES = ("aten", "prims", "plait", "_operator", "math")
 
@@ -51,7 +51,7 @@ class DirectGraph:
         self._wrapper_first = calls_custom_ops(gm)
         self._bare = todo.trivial and not self._wrapper_first
         if not (native or self._bare):
-            self.reason = "the program runs as Python"
+            self.reason = AS_PYTHON
 
     def around(self, program: Program, wrapped: Callable[..., Any]) -> Callable[..., Any]:
         """The callable for Dynamo; wrapped: AOTAutograd's callable."""

@@ -25,7 +25,7 @@ from plait.devices import facts_of
 from plait.graph.captured import InputView
 from plait.graph.edit import aten, output_of, value_of
 from plait.lower.symbols import is_ragged
-from plait.wrapper.program import Program
+from plait.wrapper.program import AS_PYTHON, Program
 
 CompileBackward = Callable[[GraphModule, tuple[int, ...]], Program]
 Interpret = Callable[[list[Any]], tuple[Any, ...]]
@@ -63,7 +63,7 @@ class TrainingGraph:
         self._resume = compat.tracing.resume_tracing()
         self._donated = compat.autograd.take_donated(meta)
         self.reason = reason or compat.autograd.training_reason(gm, meta) or _graph_reason(gm, meta)
-        self.reason = self.reason or ("" if native else "the program runs as Python")
+        self.reason = self.reason or ("" if native else AS_PYTHON)
         if self.reason:
             return
         has_gradient = [v is not None for v in _outputs(self._backward_graph)]

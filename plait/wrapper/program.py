@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # a program that is loaded needs neither
     from plait.runtime.timing import KernelTime
     from plait.schedule.plan import Plan
 
+AS_PYTHON = "the program runs as Python"  # a wrapper_reason
+
 
 @dataclass(frozen=True)
 class CompileRecord:

@@ -22,7 +22,7 @@ from plait.runtime.timing import KernelTime
 from plait.tools.page import data
 from plait.tools.page.roofline import AS, library_of, set_rooflines
 from plait.tools.report import given_up
-from plait.wrapper.program import CompileRecord, observers_of_process, timers
+from plait.wrapper.program import AS_PYTHON, CompileRecord, observers_of_process, timers
 
 _DATA: dict[str, Callable[[Any], Any]] = {
     "graph": data.graph_data,
@@ -134,6 +134,8 @@ def _set_times(graph: data.Data, times: data.Data) -> None:
     """A graph's kernels and calls get their times, which come in the order of its instructions, and
     products of float32 what the process let its libraries make of them."""
     graph["why_untimed"] = times["why_not"]
+    if not times["why_not"] and graph["wrapper_reason"] == AS_PYTHON:
+        graph["wrapper_reason"] = ""  # for the times alone
     instructions = graph["programs"][0]["instructions"]  # what has subprograms is not timed
     timed = [at for at, text in enumerate(instructions) if _TIMED.match(text)]
     ns_of = dict(zip(timed, times["ns"], strict=not times["why_not"]))

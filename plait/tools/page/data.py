@@ -164,6 +164,8 @@ def _step(s: Step, plan: Plan, g: CompileRecord) -> Data | None:
         chosen = f"runs subprograms {', '.join(map(str, s.control.programs))}"
     elif s.callable_index >= 0:
         chosen = "called from Python"
+    elif s.op.startswith("plait::"):
+        chosen = "an operator of plait's own"
     return {
         **neither,
         "what": "call" if s.kernel is None else "kernel",

@@ -280,6 +280,19 @@ def test_memory_over_a_program() -> None:
     assert sum(b["nbytes"] for b in there) == max(held)
 
 
+def test_what_is_written_over_in_the_arena_is_counted_once() -> None:
+    def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(F.gelu(x @ w), (512,)) @ w
+
+    memory = explained(layers)["graphs"][0]["programs"][0]
+    placed = [b for b in memory["buffers"] if b["where"] == "arena"]
+    (new,) = [b for b in placed if b["on"]]
+    (old,) = [b for b in placed if b["name"] == new["on"]]
+    assert (old["offset"], old["nbytes"], old["dies"]) == (0, 512 * 512 * 4, new["born"])
+    others = sum(b["nbytes"] for b in memory["buffers"] if b["where"] in ("own", "call"))
+    assert max(memory["held_nbytes"]) <= memory["arena_nbytes"] + others
+
+
 def test_steps_lead_to_their_instructions_and_sources() -> None:
     (g,) = explained()["graphs"]
     for s in g["steps"]:

@@ -41,6 +41,7 @@ def lives_of(p: WrapperProgram, buffers: Mapping[str, Buffer], hints: Hints) -> 
     """Every buffer of a program, in order of birth; views have no memory of their own."""
     end = len(p.body)
     found: dict[str, Life] = {}
+    last: dict[tuple[int, int], Life] = {}  # in the arena
 
     def add(i: ins.TensorInput | ins.Place | ins.Alloc | ins.Reuse, where: str, at: int) -> Life:
         nbytes = hint_numel(i.shape, hints) * i.dtype.nbytes
@@ -52,7 +53,12 @@ def lives_of(p: WrapperProgram, buffers: Mapping[str, Buffer], hints: Hints) -> 
             add(given, "input", -1)
     for at, i in enumerate(p.body):
         if isinstance(i, ins.Place):
-            add(i, "arena", at).offset = hint(i.offset, hints)
+            life = add(i, "arena", at)
+            life.offset = hint(i.offset, hints)
+            old = last.get(place := (life.offset, life.nbytes))
+            if old is not None and old.dies == end:  # alive, and written over
+                life.on, old.dies = old.name, at
+            last[place] = life
         elif isinstance(i, ins.Alloc):
             add(i, "own", at)
         elif isinstance(i, ins.Reuse):

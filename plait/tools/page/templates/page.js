@@ -151,12 +151,12 @@ function given(details) {
 
 function buffers(details) {
   const n = Number(details.dataset.graph), { makers, readers } = index(n);
-  const words = { arena: "in the arena", own: "allocated", reused: "on the memory of ", call: "made by an operator", input: "an input" };
+  const words = { arena: "in the arena", own: "allocated", reused: "", call: "made by an operator", input: "an input" };
   details.append(table(["buffer", "type", "bytes", "memory", "instructions", "steps"],
     data().graphs[n].programs[0].buffers.map((b) => {
       const at = (i) => (i < 0 ? "the start" : i >= data().graphs[n].programs[0].instructions.length ? "the end" : link(`g${n}p0i${i}`, i));
       const read = readers.get(b.name) || [];
-      const r = row([called(n, b.name), b.type, bytes(b.nbytes), words[b.where] + (b.on || "") + (b.offset === null ? "" : ` at ${b.offset}`), make("span", {}, at(b.born), " to ", at(b.dies)),
+      const r = row([called(n, b.name), b.type, bytes(b.nbytes), [words[b.where], b.on && `on the memory of ${b.on}`, b.offset !== null && `at ${b.offset}`].filter(Boolean).join(" "), make("span", {}, at(b.born), " to ", at(b.dies)),
         [...(makers.has(b.name) ? ["made by ", stepLink(n, makers.get(b.name)), read.length ? "; " : ""] : []),
           ...(read.length ? ["read by ", ...stepLinks(read.slice(0, 8).map((k) => [n, k]))] : []), read.length > 8 ? ` and ${read.length - 8} more` : ""]]);
       r.id = `g${n}b-${b.name}`;

@@ -174,6 +174,29 @@ def test_grouped_heads_and_a_longer_text(dtype: torch.dtype) -> None:
     assert "batch_invariant" in text and "not promised" not in text
 
 
+def test_a_cache_that_grows() -> None:
+    """How many keys and how many values there are is two numbers to tracing."""
+    q, k, v, new = (torch.randn(3, h, t, 32) for h, t in ((4, 1), (2, 40), (2, 40), (2, 1)))
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, new: Tensor) -> Tensor:
+        return attend(q, torch.cat((k, new), 2), torch.cat((v, new), 2), enable_gqa=True)
+
+    with torch.no_grad():
+        want = compiled(fn)(q, k, v, new)
+        torch.testing.assert_close(want, fn(q, k, v, new))
+        run = compiled(fn)
+        for rows, length in ((3, 39), (3, 40), (1, 40), (2, 40)):
+            k_part, v_part = (x[:rows, :, -length:].clone() for x in (k, v))
+            torch._dynamo.mark_dynamic(k_part, 2)
+            torch._dynamo.mark_dynamic(v_part, 2)
+            made = run(q[:rows].clone(), k_part, v_part, new[:rows].clone())
+            assert torch.equal(made, want[:rows]) == (length == 40)
+        with pytest.raises(RuntimeError, match="fewer values than keys"):
+            run(q[:2].clone(), k_part, v_part[:, :, 1:].clone(), new[:2].clone())
+        text = plait.explain(fn, q[:2].clone(), k_part, v_part, new[:2].clone(), options=OPTIONS)
+    assert "not promised" not in text.text
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_that_is_trained(dtype: torch.dtype) -> None:
     """It has the bits that it has without gradients; these are the library's."""

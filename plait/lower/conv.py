@@ -14,7 +14,7 @@ from plait.compat import precision
 from plait.graph.conv_cost import most_taps
 from plait.graph.edit import results_read
 from plait.ir.dtypes import bf16, f16, f32
-from plait.ir.expr import Expr, Size, bounds, contiguous_strides, product
+from plait.ir.expr import Expr, Size, bounds, compare, contiguous_strides, product
 from plait.ir.loops import Node
 from plait.ir.record import Recorder
 from plait.lower.attention import row_attention, row_attention_backward
@@ -145,6 +145,8 @@ def convolution_backward(ctx: Lowering, grad: View, x: View, weight: View, *rest
 )
 def attention(ctx: Lowering, q: View, k: View, v: View, *rest: Any, **kwargs: Any) -> Any:
     flops = product((4, *q.shape, k.shape[-2]))
+    if ctx.cfg.batch_invariant:
+        v = _for_keys(ctx, k, v)
     if ctx.facts().is_host:
         made = host_attention(ctx, q, k, v, *rest, flops=flops, **kwargs)
         if made is None:
@@ -168,6 +170,15 @@ def _sums(
     how = {"given": (node.args, node.kwargs), "flops": flops, "used": used}
     found: Sequence[View | None] = call_op(ctx, node.target, args, kwargs, val, **how)
     return found[1:]
+
+
+def _for_keys(ctx: Lowering, k: View, v: View) -> View:
+    """The values of the keys. Of a cache that grows tracing takes their numbers for two."""
+    n, m = k.shape[2], v.shape[2]
+    if n == m or (isinstance(n, int) and isinstance(m, int)):
+        return v
+    ctx.assert_true(compare("le", n, m), "attention has fewer values than keys")
+    return v.remap((*v.shape[:2], n, *v.shape[3:]), lambda i: i)
 
 
 def _attention_of_some(

@@ -201,6 +201,21 @@ def test_explain_tells_what_its_own_call_compiles_again() -> None:
     assert not of_process.found
 
 
+def test_what_tools_compile_is_no_recompile_of_the_users() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x * 2
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) + 1
+
+    for _ in range(2):
+        plait.bisect(outer, ones(5), quiet=True)
+        plait.profile(outer, ones(5), calls=1, quiet=True)
+    assert not of_process.found
+    assert not plait.explain(outer, ones(5), quiet=True).recompiles
+
+
 @pytest.mark.parametrize("guard", ["x ** 2 == n", "something new"])
 def test_what_nobody_knows_has_no_advice(guard: str) -> None:
     assert advice(guard) == ""

@@ -30,6 +30,7 @@ from torch.profiler import profile as torch_profile
 
 from plait.capture.backend import plait_backend
 from plait.capture.export import record_of
+from plait.capture.recompiles import Recompiles
 from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.errors import UserError
@@ -186,7 +187,8 @@ def profile(
     with programs() as records:
         # A back end of its own, so that nothing starts warm: programs that an earlier process made
         # tell nobody of themselves.
-        backend = partial(plait_backend, options=options, mode=mode)
+        own = Recompiles()
+        backend = partial(plait_backend, options=options, mode=mode, recompiles=own)
         compiled = torch.compile(fresh_caller(original), backend=backend)
         if record is not None:
             records.append(record)

@@ -26,6 +26,7 @@ from plait.capture import export
 from plait.capture.backend import plait_backend
 from plait.capture.export import record_of
 from plait.capture.program import compile_captured
+from plait.capture.recompiles import Recompiles
 from plait.compat.frames import guards_unmeasured
 from plait.config import Config
 from plait.graph.captured import Captured
@@ -104,10 +105,12 @@ class Recorder:
         plain: Any = {"kernels": False, "wrapper": "python", "while_building": "wait"}
         self.cfg = replace(cfg, **plain, debug_dir=self.folder.name)
         self.calls: dict[str, tuple[Any, ...]] = {}
+        self.recompiles = Recompiles()  # none of the user's
 
     def backend(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """For torch.compile."""
-        return plait_backend(gm, inputs, options=vars(self.cfg), target=self._target)
+        chosen, own = vars(self.cfg), self.recompiles
+        return plait_backend(gm, inputs, options=chosen, target=self._target, recompiles=own)
 
     def bound(self, captured: Captured) -> Program:
         """For plait.compile."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.capture.backend import plait_backend
+from plait.capture.recompiles import Recompiles
 from plait.config import Config
 from plait.tools.explain import fresh_caller
 from plait.tools.faults.evaluate import WIDER, Unknown
@@ -100,7 +101,7 @@ def wrong_whole(
             return _seen(one, one, inputs)
 
     def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        return plait_backend(gm, inputs, options=vars(cfg))
+        return plait_backend(gm, inputs, options=vars(cfg), recompiles=Recompiles())
 
     one = copy.deepcopy(module)
     if way:

@@ -141,16 +141,15 @@ class Break:
 
 
 def breaks() -> list[Break]:
-    """Those of this process up to now, in order, also where there was nothing to compile before
-    one."""
+    """Those of this process, in order, also where there was nothing to compile before one."""
     for why in list(graph_break_reasons):  # Dynamo's own list, which a reset empties
         if id(why) not in _noted:
             _noted[id(why)] = (why, _in_words(why))
     return [b for _, b in list(_noted.values())]
 
 
+# By the id of Dynamo's reason, which is kept, so that no other gets its id.
 _noted: dict[int, tuple[Any, Break]] = {}
-"""By the id of Dynamo's reason, which is kept, so that no other gets its id."""
 
 
 def _in_words(why: Any) -> Break:

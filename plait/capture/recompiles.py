@@ -69,11 +69,7 @@ ADVICE: tuple[tuple[str, str], ...] = (
         r"GLOBAL_STATE|_get_fp32_precision|torch_function_mode_stack|CURRENT_DEVICE|deterministic",
         _SAME_STATE,
     ),
-    (
-        r"Unexpected recompilation",
-        "threads that call a function for the first time at once may all compile it: call it once "
-        "before they begin",
-    ),
+    (r"Unexpected recompilation", "threads may compile it at once: call it once before they begin"),
     (
         r"BACKEND_MATCH|current_backend",
         "torch.compile was called again with other options: call it once, and keep what it returns",

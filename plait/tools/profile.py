@@ -187,8 +187,7 @@ def profile(
     with programs() as records:
         # A back end of its own, so that nothing starts warm: programs that an earlier process made
         # tell nobody of themselves.
-        own = Recompiles()
-        backend = partial(plait_backend, options=options, mode=mode, recompiles=own)
+        backend = partial(plait_backend, options=options, mode=mode, recompiles=Recompiles())
         compiled = torch.compile(fresh_caller(original), backend=backend)
         if record is not None:
             records.append(record)

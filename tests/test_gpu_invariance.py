@@ -230,15 +230,24 @@ def test_attention(kind: str, lengths: tuple[int, int], width: int, dtype: torch
         tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == HALF else {"rtol": 1e-3, "atol": 1e-3}
         want = compiled(fn, False)(*xs)
         torch.testing.assert_close(want, fn(*xs), **tolerance)
-    trained, eager = ([x.clone() for x in xs] for _ in range(2))
-    for x in (*trained[:3], *eager[:3]):
-        x.requires_grad_()
-    made = compiled(fn, False)(*trained)
-    assert torch.equal(made, want)  # gradients are the library's
-    for result in (made, fn(*eager)):
-        result.sum().backward()
-    for x, y in zip(trained[:3], eager[:3], strict=True):
-        torch.testing.assert_close(x.grad, y.grad, **tolerance)
+    if width == 64:
+        grad = torch.randn_like(want)
+        made, *grads = trained(compiled(fn, False), xs, grad)
+        assert torch.equal(made, want)
+        torch.testing.assert_close(grads, trained(fn, xs, grad)[1:], **tolerance)
+        for count, dynamic in ((1, False), (7, True)):
+            given = [x[:count].clone() for x in xs]
+            for x in given if dynamic else ():
+                torch._dynamo.mark_dynamic(x, 0)
+            found = trained(compiled(fn, dynamic or None), given, grad[:count])
+            assert all(same(x, y[:count]) for x, y in zip(found, (made, *grads), strict=True))
+
+
+def trained(fn: Program, xs: Sequence[Tensor], grad: Tensor) -> list[Tensor]:
+    """A result, and the gradients of the first three arguments."""
+    leaves = [x.detach().requires_grad_(k < 3) for k, x in enumerate(xs)]
+    made = fn(*leaves)
+    return [made.detach(), *torch.autograd.grad(made, leaves[:3], grad)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -318,8 +318,38 @@ def test_tiles_leave_room_for_their_results(dtype: torch.dtype, precision: str) 
     assert (steps + passing if described else max(steps, passing)) <= 227 << 10
 
 
-def attend_on_device(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, False)[0]
+ops: Any = torch.ops.aten
+
+
+def by_flash(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    out, logs, *sizes, noise, other, _ = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    given = (grad, q, k, v, out, logs, *sizes, 0.0, True, noise, other)
+    return [out, logs, *ops._scaled_dot_product_flash_attention_backward(*given)]
+
+
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    made = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+    out, logs, *sizes, noise, other, _ = made
+    given = (grad, q, k, v, out, logs, noise, other, None, *sizes, 0.0, True)
+    return [out, logs, noise, *ops._scaled_dot_product_cudnn_attention_backward(*given)]
+
+
+def by_efficient(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    bias = q.new_zeros(q.shape[0], 1, q.shape[2], k.shape[2])
+    out, *more = ops._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+    wanted = 0.0, [True, True, True, False]
+    given = (grad, q, k, v, bias, out, *more, *wanted)
+    return [out, *more, *ops._scaled_dot_product_efficient_attention_backward(*given)[:3]]
+
+
+@pytest.mark.parametrize("fn", [by_flash, by_cudnn, by_efficient])
+def test_attention_that_is_trained_is_no_call(fn: Program) -> None:
+    """Of any kernel that eager chooses on a GPU."""
+    made, text = program(fn, *((2, 4, 300, 64),) * 4, dtype=torch.bfloat16)
+    assert not [i for i in made.body if isinstance(i, CallExtern)]
+    assert {"attention_result", "attention_queries", "attention_keys"} <= {
+        name.rpartition("_")[0] for name in re.findall(r"def (attention_\w+)\(", text)
+    }
 
 
 @pytest.mark.parametrize(("gpu", "products"), [("sm_75", 0), ("sm_80", 3), ("gfx942", 0)])
@@ -327,7 +357,7 @@ def test_tensor_cores_that_can_multiply_float32(gpu: str, products: int) -> None
     """In so many products of rounded numbers."""
     text = source(F.linear, (130, 300), (500, 300), gpu=gpu)
     assert f"tf32={products}," in text and ("def p_tf32" in text) == (products > 0)
-    text = source(attend_on_device, *((2, 4, 128, 64),) * 3, gpu=gpu)
+    text = source(by_efficient, *((2, 4, 128, 64),) * 4, gpu=gpu)
     assert f"TF32: tl.constexpr = tl.constexpr({products})" in text
 
 

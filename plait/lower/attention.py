@@ -41,11 +41,11 @@ from plait.ir.rules import Simplifier
 from plait.lower.convert import convert
 from plait.lower.core import Lowering, NoRule, View, lower
 from plait.lower.elementwise import inside, load_if, result
-from plait.lower.extern import call_op
 from plait.lower.memory import tensor_arg
 from plait.lower.pycall import rule_or_python
+from plait.lower.symbols import to_size
 
-aten, _hop = torch.ops.aten, torch.ops.higher_order
+_hop = torch.ops.higher_order
 _LN2 = math.log(2)  # the operator gives logarithms to base 2
 _WHOLE = 1 << 30  # PyTorch's size of a block where there is no block mask
 _MOST_FEW = 64  # queries of heads that are rows of one block
@@ -192,7 +192,7 @@ def _along(ctx: Lowering, out: View, grad: View, grad_sums: View | None) -> View
 # --------------------------------------------------------------------------- of the library's kinds
 def row_attention(
     ctx: Lowering, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[View | None] | None:
+) -> list[Any] | None:
     """scaled_dot_product_attention by our kernel, where rows keep their bits, with what its
     backward reads. None: the library computes dropout, and rows that no kernel takes."""
     made = _row_call(ctx, args, kwargs)
@@ -200,18 +200,17 @@ def row_attention(
         return None
     _, c, formulas = made
     sums = ctx.new_buffer(f32, tuple(c.inputs[0].shape[:3]), None, True, ctx.device())
-    outs, op = [c.result(0), sums], ctx.node.target.name()
-    causal = formulas["mask"] is not None
-    c.launch("result", c.inputs, 0, formulas, outs, 4, causal=causal, operator=op)
-    found: list[View | None] = [ctx.whole(outs[0])]
-    for k, val in enumerate(ctx.node.meta["val"][1:], 1):
-        if k not in results_read(ctx.node):
-            found.append(None)
-        elif k == 1:
-            found.append(_natural(ctx, ctx.whole(sums)))
-        else:  # numbers that are drawn by, of which there are none
-            how = {"dtype": val.dtype, "device": val.device}
-            found.append(call_op(ctx, aten.zeros.default, (ctx.out_shape(k),), how, val))
+    outs = [c.result(0), sums]
+    c.launch("result", c.inputs, 0, formulas, outs, 4, **c.row_kind(formulas))
+    vals = ctx.node.meta["val"]
+    found: list[Any] = [ctx.whole(outs[0]), *[None] * (len(vals) - 1)]
+    for k in results_read(ctx.node) - {0}:
+        if k == 1:
+            found[k] = _natural(ctx, ctx.whole(sums))
+        elif isinstance(vals[k], torch.Tensor):
+            found[k] = result(ctx, _nothing(ctx, k), k)
+        else:
+            found[k] = to_size(vals[k])
     return found
 
 
@@ -231,15 +230,15 @@ def row_attention_backward(
     grad, out, logs = given["grad_out"], given["out"], given["logsumexp"]
 
     def in_base(ops: Any, i: Any) -> loops.Node:
-        return logs.load(ops, (*i, *[0] * (len(logs.shape) - 3))) * (1 / _LN2)
+        n: loops.Node = logs.load(ops, (*i, *[0] * (len(logs.shape) - 3)))
+        return n * (1 / _LN2)
 
     sums = ctx.pointwise(c.inputs[0].shape[:3], f32, in_base)
     ctx.fix_layout(sums.buf)
     wide = (*c.inputs, grad, _along(ctx, out, grad, None), sums)
     of_queries, of_keys, of_values = map(c.result, range(3))
-    how = {"causal": formulas["mask"] is not None, "operator": ctx.node.target.name()}
-    c.launch("queries", wide, 0, formulas, [of_queries], 6, **how)
-    c.launch("keys", wide, 0, formulas, [of_keys, of_values], 8, **how)
+    c.launch("queries", wide, 0, formulas, [of_queries], 6, **c.row_kind(formulas))
+    c.launch("keys", wide, 0, formulas, [of_keys, of_values], 8, **c.row_kind(formulas))
     return [*map(ctx.whole, (of_queries, of_keys, of_values)), None][: len(ctx.node.meta["val"])]
 
 
@@ -256,14 +255,18 @@ def _row_call(
         return None
     if causal and q.shape[2] != k.shape[2]:  # kernels differ in what the last query sees
         return None
-    if not all(isinstance(ctx.node.meta["val"][n], torch.Tensor) for n in results_read(ctx.node)):
-        return None
     scale = given.get("scale")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not math.isfinite(scale):
         return None
     c = _Call(ctx, (q, k, v), (None, _WHOLE, _WHOLE, None), scale)
     return given, c, {"score": c.biased(bias), "mask": c.causal() if causal else None}
+
+
+def _nothing(ctx: Lowering, k: int) -> Any:
+    """Zeros for what random numbers are drawn by, of which there are none."""
+    dtype = ctx.out_dtype(k)
+    return lambda ops, i: ops.const(0, dtype)
 
 
 def _natural(ctx: Lowering, sums: View) -> View:
@@ -427,6 +430,12 @@ class _Call:
         return vars_, loops.node("load", (), load, dtype)
 
     # ---- the launch
+    def row_kind(self, formulas: Mapping[str, Formula | None]) -> dict[str, Any]:
+        """What a launch for an operator of the library's is said besides: its only mask is that of
+        causal attention."""
+        op: Any = self.ctx.node.target
+        return {"causal": formulas["mask"] is not None, "operator": op.name()}
+
     def cut(self) -> tuple[int, int]:
         """How many heads of queries are rows of one block, and how many programs share a walk along
         keys: as many as keep a device busy where queries are few."""

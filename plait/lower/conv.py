@@ -167,8 +167,9 @@ def _sums(
     val, used = node.meta["val"], frozenset(results_read(node) - {0})
     if not used:
         return [None] * (len(val) - 1)
-    how = {"given": (node.args, node.kwargs), "flops": flops, "used": used}
-    found: Sequence[View | None] = call_op(ctx, node.target, args, kwargs, val, **how)
+    found: Sequence[View | None] = call_op(
+        ctx, node.target, args, kwargs, val, given=(node.args, node.kwargs), flops=flops, used=used
+    )
     return found[1:]
 
 

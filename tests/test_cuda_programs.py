@@ -249,9 +249,8 @@ def test_16_bits_are_half_of_32(
     """What ptxas gets wrong in 16 bits is not in the code where the compiler may not see that they
     would do."""
     if not opaque:
-        monkeypatch.setitem(
-            NVIDIA.instructions, "p_low_half", "def p_low_half(x):\n    return x.to(tl.int16)\n"
-        )
+        text = "def p_low_half(x):\n    return x.to(tl.int16)\n"
+        monkeypatch.setitem(NVIDIA.instructions(GPUS["sm_90"]), "p_low_half", text)
     mode, (x,) = fakes((1, 2, 64, 8), dtype=torch.int16 if dtypes[0] == "*i16" else torch.float32)
     made = record(fn, x, mode=mode)
     (launch,) = of(made.wrapper, Launch)

@@ -9,7 +9,7 @@
 
 namespace plait {
 
-inline constexpr uint32_t kPlanVersion = 9;
+inline constexpr uint32_t kPlanVersion = 10;
 inline constexpr uint32_t kPackageVersion = 5;
 inline constexpr int64_t kSizeFunctions = 39;
 

@@ -29,7 +29,7 @@ from plait.wrapper import walk
 from plait.wrapper.program import Artifacts
 from plait.wrapper.spec import FIELDS, Kind
 
-PLAN_VERSION = 9
+PLAN_VERSION = 10
 _MAGIC = b"PLAITNPL"
 # The place of a name is its number in plans; `native/core/tables.h` is written from these.
 EXPR_OPS = ("const", "sym", "add", "mul", "div", "mod", "min", "max", "eq", "ne", "lt", "le")

@@ -1,6 +1,7 @@
-"""Tiles of products whose rows keep their bits, on a GPU, in bfloat16: `python -m
-benchmarks.row_tiles_gpu`. Prints microseconds of each tile for each shape, eager's kernels first,
-and fails where one tile has other bits than another.
+"""Tiles of products whose rows keep their bits, on a GPU: `python -m benchmarks.row_tiles_gpu
+[float32]`, else in bfloat16. Prints microseconds of each tile for each shape, eager's kernels
+first, and how far eager and the tiles are off float64, as a share of it in the 2-norm. Fails where
+one tile has other bits than another.
 
 Shapes are those of GPT-2 and Llama, with what follows each product there. A tile is rows x columns,
 warps, stages, and "stays" where programs take one tile after the other and load by descriptors.
@@ -10,6 +11,7 @@ Times are the least of a CUDA graph of 24 calls with four sets of factors.
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -67,15 +69,19 @@ STAYING = (
     (64, 256, 4, 4), (64, 256, 8, 4),
 )  # fmt: skip
 OTHERS = ((128, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 6), (64, 64, 4, 6))
+IN_TWO = ((128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 8, 3))
+"""Of float32."""
 CALLS = 24
 
 
 def by_tile(
-    fn: Callable[..., Tensor], tile: tuple[int, int, int, int], stays: bool, folder: str
-) -> Any:
-    """The function, compiled with one tile for all products."""
+    fn: Callable[..., Tensor], tile: tuple[int, int, int, int], stays: bool, folder: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:  # fmt: skip
+    """The function, compiled with one tile for all products of this type."""
     rows, columns, warps, stages = tile
-    cut = Cut(rows, columns, 64)
+    in_two = dtype == torch.float32
+    cut = Cut(rows, columns, 32, tf32=3) if in_two else Cut(rows, columns, 64)
     version = written._Version(cut, warps, stages, described=stays)
     setattr(lowered, "_row_tile", lambda *_: cut)  # noqa: B010
     setattr(written._Writer, "_versions", lambda _: [version])  # noqa: B010
@@ -89,26 +95,34 @@ def one_us(fn: Callable[..., Tensor], args: list[tuple[Tensor, ...]]) -> float:
     return least_us({"fn": lambda some: fn(*some)}, args, CALLS)["fn"]
 
 
+def off(x: Tensor, exact: Tensor) -> float:
+    """How far x is from what is exact."""
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
 def main() -> None:
     """Command line: see the module's docstring."""
+    dtype = torch.float32 if sys.argv[1:] == ["float32"] else torch.bfloat16
     tiles = [(t, True) for t in STAYING] + [(t, False) for t in OTHERS]
+    tiles = [(t, False) for t in IN_TWO] if dtype == torch.float32 else tiles
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         for name, (m, n, k, fn) in watched("shapes", SHAPES.items()):
             args = []
             for _ in range(4):
                 sizes = (m, k), (k, n) if fn in ACROSS else (n, k), (n,), (m, n)
-                x, w, b, rest = (torch.randn(s, device="cuda").bfloat16() for s in sizes)
+                x, w, b, rest = (torch.randn(s, device="cuda").to(dtype) for s in sizes)
                 args.append((x, w / 32, b, rest))
-            words, bits = [f"eager {one_us(fn, args):.1f}"], None
+            exact, bits = fn(*(x.double() for x in args[0])), None
+            words = [f"eager {one_us(fn, args):.1f}, off by {off(fn(*args[0]), exact):.2e}"]
             for number, (tile, stays) in enumerate(tiles):
-                run = by_tile(fn, tile, stays, f"{folder}/{name}/{number}")
+                run = by_tile(fn, tile, stays, f"{folder}/{name}/{number}", dtype)
                 got = run(*args[0]).clone()
                 assert bits is None or torch.equal(got, bits), f"{name}: {tile} has other bits"
                 bits = got
                 rows, columns, *others = tile
                 how = " stays" if stays else ""
                 words.append(f"{rows}x{columns}{others}{how} {one_us(run, args):.1f}")
-            print(f"{name} {m}x{n}x{k}: {', '.join(words)}", flush=True)
+            print(f"{name} {m}x{n}x{k}: {', '.join(words)}, off by {off(bits, exact):.2e}")
 
 
 if __name__ == "__main__":

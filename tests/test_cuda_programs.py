@@ -903,15 +903,18 @@ def test_calls_that_rows_are_not_promised_their_bits_of(compile_only: None) -> N
     assert "not promised" not in rows_line(record(F.conv2d, x, w, mode=mode, batch_invariant=True))
 
 
-@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize(
+    ("stays", "dtype"), [(True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float32)]
+)
 def test_the_benchmark_of_tiles_sets_them(
-    stays: bool, compile_only: None, monkeypatch: pytest.MonkeyPatch
+    stays: bool, dtype: torch.dtype, compile_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owners = (row_tiles_gpu.lowered, "_row_tile"), (row_tiles_gpu.written._Writer, "_versions")
     for owner, name in owners:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
-    row_tiles_gpu.by_tile(row_tiles_gpu.plain, (64, 256, 8, 4), stays, "")
-    mode, xs = fakes((2048, 768), (3072, 768), (3072,), (2048, 3072), dtype=torch.bfloat16)
+    row_tiles_gpu.by_tile(row_tiles_gpu.plain, (64, 256, 8, 4), stays, "", dtype)
+    mode, xs = fakes((2048, 768), (3072, 768), (3072,), (2048, 3072), dtype=dtype)
     made = record(row_tiles_gpu.plain, *xs, mode=mode, batch_invariant=True).kernel_source
     assert ("described_product(p0" in made) is stays
-    assert "rows=64, columns=256, depth=64, stages=4" in made
+    depth = 64 if dtype == torch.bfloat16 else 32
+    assert f"rows=64, columns=256, depth={depth}, stages=4" in made

@@ -278,6 +278,22 @@ def test_keys_that_do_not_count(kind: str, dynamic: bool) -> None:
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("least", [-1e9, -1e30, -math.inf])
+def test_gradients_beside_rows_of_which_nothing_counts(least: float, dtype: torch.dtype) -> None:
+    """Rows of padding, whose own gradients are 0: the logarithms of their sums lost what tells
+    scores apart."""
+    xs = [rand(2, 4, 70, 64, dtype=dtype) for _ in range(3)]
+    mask, grad = xs[0].new_zeros(2, 1, 70, 70), rand(2, 4, 70, 64, dtype=dtype)
+    mask[:, :, :5], grad[:, :, :5] = least, 0
+    found = trained(compiled(attend, False), [*xs, mask], grad)
+    want = trained(attend, [xs[0][:, :, 5:], *xs[1:]], grad[:, :, 5:])
+    assert not found[1][:, :, :5].any()
+    found[:2] = [x[:, :, 5:] for x in found[:2]]
+    tolerance = 2e-2 if dtype == HALF else 1e-3
+    torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
+
+
 # ------------------------------------------------------------------------------------------ models
 def language_model(name: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")

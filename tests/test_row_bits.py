@@ -352,6 +352,19 @@ def test_attention_that_is_trained_is_no_call(fn: Program) -> None:
     }
 
 
+def test_gradients_know_what_sums_of_large_scores_lose() -> None:
+    """Scores of a row are rounded to steps of 64 beside -1e9: no share of it may be 2 ** 64."""
+    text = source(by_efficient, *((2, 4, 128, 64),) * 4)
+    assert "-4194304.0" in text and "BY_ROW and CHANGES" in text
+
+
+def test_one_batch_of_keys_is_not_for_all_queries() -> None:
+    """As eager refuses it: gradients of its keys would be those of one batch."""
+    one, two = (1, 4, 40, 64), (2, 4, 40, 64)
+    made, _ = program(lambda *xs: [2 * x for x in by_flash(*xs)], two, one, one, two)
+    assert len([i for i in made.body if isinstance(i, CallExtern)]) == 2
+
+
 @pytest.mark.parametrize(("gpu", "products"), [("sm_75", 0), ("sm_80", 3), ("gfx942", 0)])
 def test_tensor_cores_that_can_multiply_float32(gpu: str, products: int) -> None:
     """In so many products of rounded numbers."""

@@ -53,6 +53,7 @@ _PROGRAMS = 264  # two for each multiprocessor of an H100
 _LEAST_KEYS = 256  # of a program that shares a walk
 _WIDEST = 256  # numbers of a row
 _LEAST = -2.0e38
+_ABSORBED = 2.0**22  # where float32 has steps of 0.5: logarithms of sums are rounded so coarsely
 _MOST_ROWS = (1 << 31) - (1 << 12)  # positions, with those of a last block, have 32 bits
 
 
@@ -231,7 +232,9 @@ def row_attention_backward(
 
     def in_base(ops: Any, i: Any) -> loops.Node:
         n: loops.Node = logs.load(ops, (*i, *[0] * (len(logs.shape) - 3)))
-        return n * (1 / _LN2)
+        n = n * (1 / _LN2)
+        # A row of such scores alone has lost what tells them apart: each counts as 1, as in eager.
+        return apply("where", apply("lt", n, -_ABSORBED), n * (1 + 2**-20), n)
 
     sums = ctx.pointwise(c.inputs[0].shape[:3], f32, in_base)
     ctx.fix_layout(sums.buf)
@@ -293,7 +296,8 @@ def _is_taken(ctx: Lowering, q: View, k: View, v: View) -> bool:
     if bounds(q.shape[0])[0] < 1 or bounds(q.shape[2])[0] < 1 or bounds(k.shape[2])[0] < 1:
         return False
     alike = width == k_width and shared == v_heads and heads % shared == 0
-    return alike and max(width, v_width) <= _WIDEST and k.shape[:3] == v.shape[:3]
+    alike = alike and q.shape[0] == k.shape[0] and k.shape[:3] == v.shape[:3]
+    return alike and max(width, v_width) <= _WIDEST
 
 
 @dataclass

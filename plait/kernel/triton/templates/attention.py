@@ -79,8 +79,12 @@ def scores_of(products, loaded, b, h, i, j, m, n, given, part: tl.constexpr):
 
 @triton.jit
 def shares_of(s, off):
-    """Exponentials of scores, with a number taken off their logarithms to base 2; rounded once."""
-    return power_of(s - off if AFTER == 1.0 else tl.fma(s, AFTER, -off))
+    """Exponentials of scores, with a number taken off their logarithms to base 2; rounded once.
+    Sums of a forward pass may be rounded by more than 1: no share is above 1 all the same."""
+    x = s - off if AFTER == 1.0 else tl.fma(s, AFTER, -off)
+    if BY_ROW and CHANGES and AFTER != 1.0:
+        x = tl.where(x > 0, 0.0, x)
+    return power_of(x)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Whether kernels of templates fit in the memory of a multiprocessor, with no GPU: `python -m
 tests.gpu_room MODE GPUS [NAMES]` compiles products with whatever is computed of them, and attention
-with what is added to its scores, and fails where one needs more than such a GPU has. MODE: "rows",
-as they are under `batch_invariant`; "usual", as they are otherwise; or "tuned", every version that
-would be measured. GPUS, NAMES: with commas between them.
+with what is added to its scores, its gradients too, and fails where one needs more than such a GPU
+has. MODE: "rows", as they are under `batch_invariant`; "usual", as they are otherwise; or "tuned",
+every version that would be measured. GPUS, NAMES: with commas between them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,19 @@ PRODUCTS: dict[str, tuple[Program, Shapes]] = {
     "columns": (lambda x, w: x @ w > 0, ((M, K), (K, N))),
     "few": (lambda x, w: F.linear(x, w) > 0, ((40, K), (N, K))),
 }
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+    """Of attention, where what is added to scores has none."""
+    ops: Any = torch.ops.aten
+    out, *more = ops._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+    given = (out, q, k, v, bias, out, *more, 0.0, [True, True, True, False])
+    return ops._scaled_dot_product_efficient_attention_backward(*given)[:3]
+
+
 ATTENTION: dict[str, tuple[Program, Shapes]] = {
-    f"attention {w}": (attend_biased, (*((2, 4, 501, w),) * 3, (2, 4, 501, 501)))
+    f"{name} {w}": (fn, (*((2, 4, 501, w),) * 3, (2, 4, 501, 501)))
+    for name, fn in (("attention", attend_biased), ("gradients", gradients))
     for w in (64, 128, 256)
 }
 

@@ -104,9 +104,9 @@ class _Writer(Writer):
     # ---- how it is cut
     @property
     def _is_in_two(self) -> bool:
-        """Whether numbers are taken for sums of two that tensor cores multiply. What they cut off
-        adds up where a formula's gradients are sums of all scores: those of slopes by position
-        would be six times as far off as eager's."""
+        """Whether numbers are taken for sums of two that tensor cores multiply: under
+        batch_invariant alone. What they cut off adds up where a formula's gradients are sums of all
+        scores: those of slopes by position are six times as far off as eager's."""
         able = "p_tf32" in DIALECTS[self.gpu.backend].instructions(self.gpu)
         return able and self.attention.by_row and self.dtype(self.tensors[0]) == "f32"
 

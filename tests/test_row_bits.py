@@ -365,6 +365,14 @@ def test_one_batch_of_keys_is_not_for_all_queries() -> None:
     assert len([i for i in made.body if isinstance(i, CallExtern)]) == 2
 
 
+@pytest.mark.parametrize(("gpu", "least"), [("sm_75", 8), ("gfx942", 8), ("sm_80", 16)])
+def test_small_memories_hold_gradients_of_wide_rows(gpu: str, least: int) -> None:
+    """Keys, values, queries and gradients of 16 rows would fill 64 KB (`tests/gpu_room.py`)."""
+    text = source(by_efficient, *((2, 4, 128, 256),) * 4, gpu=gpu)
+    sizes = re.findall(r"^(?:ROWS|COLUMNS): tl.constexpr = tl.constexpr\((\d+)\)", text, re.M)
+    assert min(map(int, sizes)) == least
+
+
 @pytest.mark.parametrize(("gpu", "products"), [("sm_75", 0), ("sm_80", 3), ("gfx942", 0)])
 def test_tensor_cores_that_can_multiply_float32(gpu: str, products: int) -> None:
     """In so many products of rounded numbers."""

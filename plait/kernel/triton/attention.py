@@ -125,6 +125,8 @@ class _Writer(Writer):
                 b = replace(b, stages=b.stages - 1)
             else:
                 b = replace(b, rows=max(16, b.rows // 2), columns=b.columns // 2)
+        if not self._is_in_two and self._shared(b, width * nbytes) > shared_nbytes(self.gpu):
+            b = replace(b, **{"columns" if a.gives == "keys" else "rows": 8})  # of what stays
         sparse = a.block if a.tables else (0, 0)
         if a.by_row:
             rows, columns = _dividing(b.rows, sparse[0]), _dividing(b.columns, sparse[1])

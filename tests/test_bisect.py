@@ -261,7 +261,7 @@ def test_a_wrong_gradient_of_a_function_is_seen(
         found = plait.bisect(scaled, x, w, quiet=True)
         assert plait.bisect(holds, x, w) is None
     assert found is not None and found.wrong is not None
-    assert "(the function holds what a call may change)" in capsys.readouterr().out
+    assert "(functions and exported programs may hold what a call changes)" in capsys.readouterr().out
     assert found.wrong.graph == "the whole"
     assert found.wrong.node in ("result 0", "the gradient of argument 1")
 
@@ -412,6 +412,29 @@ def test_what_plait_compile_returned_is_looked_at(monkeypatch: pytest.MonkeyPatc
     with plant("frozen", monkeypatch), torch.no_grad():
         found = plait.bisect(frozen, image, quiet=True)
     assert found is not None and found.text.startswith("the whole, frozen: no kernel makes result")
+
+
+def test_functions_of_plait_compile_are_compared_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fn(x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+        return torch.tanh(x * scale) + y
+
+    def more(x: Tensor, **others: Tensor) -> Tensor:
+        return x + others["y"]
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    rows = torch.export.Dim("rows", min=2, max=9)
+    varying = plait.compile(fn, (x, y), ({0: rows}, {0: rows}))
+    plait.bisect(varying, x[:3], y[:3])
+    plait.bisect(varying, x[:3], y=y[:3])
+    plait.bisect(plait.compile(fn, {"x": x, "y": y, "scale": 2.0}), x, y=y, scale=2.0)
+    plait.bisect(plait.compile(more, {"x": x, "y": y}), x, y=y)
+    plait.bisect(fn, x, y)
+    printed = capsys.readouterr().out
+    assert printed.count("nothing found in 1 graphs") == 5 and "not compared" not in printed
+    assert not [*tmp_path.glob("tmp*")]
 
 
 class Block(nn.Module):

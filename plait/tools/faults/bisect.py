@@ -210,7 +210,7 @@ class _Bisection:
         cfg = graphs[0][1]
         try:
             if (module := as_module(fn.__wrapped__ if record_of(fn) else fn)) is None:
-                raise Unknown("the function holds what a call may change")
+                raise Unknown("functions and exported programs may hold what a call changes")
             if any(g.draws(cfg) for g, _ in graphs):
                 raise Unknown("they are random")
             found = (_wrong_whole(module, call, cfg, way) for way in ways)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -148,11 +148,18 @@ class Recording:
         self.recorders.append((Recorder(self.prepared(cfg)), cfg))
         return self.recorders[-1][0]
 
-    def bound(self) -> AbstractContextManager[object]:
-        """Inside, what plait.compile is given is recorded."""
-        return mock.patch.object(
-            export, "compile_captured", lambda captured, cfg: self.recorder(cfg).bound(captured)
-        )
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Inside, what plait.compile is given is recorded, and there are files of all graphs:
+        Dynamo keeps what it compiled, and so recorders, for as long as it likes."""
+        try:
+            with mock.patch.object(
+                export, "compile_captured", lambda captured, cfg: self.recorder(cfg).bound(captured)
+            ):
+                yield
+        finally:
+            for recorder, _ in self.recorders:
+                recorder.folder.cleanup()
 
     @property
     def graphs(self) -> Graphs:
@@ -190,8 +197,8 @@ def call_bound(
     example = None  # an exported program has its own
     if not isinstance(fn, ExportedProgram):
         if args and kwargs:
-            called = inspect.signature(getattr(fn, "forward", fn)).bind(*args, **kwargs)
-            args, kwargs = (), called.arguments
+            names = inspect.signature(getattr(fn, "forward", fn)).parameters
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
         example = kwargs or args
     return export.compile(fn, example, **given)(*args, **kwargs)
 

@@ -76,7 +76,7 @@ def run_script(words: Sequence[str], recording: Recording) -> Graphs:
             runpy.run_path(file, run_name="__main__")
         except (Exception, SystemExit) as end:  # noqa: BLE001 - what it has compiled is there
             print(f"the script ended with {type(end).__name__}: {end}")
-    return recording.graphs
+        return recording.graphs
 
 
 def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

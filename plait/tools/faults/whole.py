@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from plait.capture.backend import plait_backend
+from plait.capture.flat_module import FunctionModule
 from plait.capture.recompiles import Recompiles
 from plait.config import Config
 from plait.tools.explain import fresh_caller
@@ -41,21 +42,12 @@ class _Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         return func(*args, **kwargs)
 
 
-class _Function(torch.nn.Module):
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
-
-
 def as_module(fn: Callable[..., Any]) -> torch.nn.Module | None:
     """fn as something that may be called again and again: a module, which can be copied, or a
     function that holds nothing which a call may change; None for any other."""
     if isinstance(fn, torch.nn.Module):
         return fn
-    return _Function(fn) if _holds_nothing(fn, set()) else None
+    return FunctionModule(fn) if _holds_nothing(fn, set()) else None
 
 
 _FIXED = (ModuleType, type, BuiltinFunctionType, int, float, str, torch.dtype, torch.device)

@@ -261,7 +261,8 @@ def test_a_wrong_gradient_of_a_function_is_seen(
         found = plait.bisect(scaled, x, w, quiet=True)
         assert plait.bisect(holds, x, w) is None
     assert found is not None and found.wrong is not None
-    assert "(functions and exported programs may hold what a call changes)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "(functions and exported programs may hold what a call changes)" in printed
     assert found.wrong.graph == "the whole"
     assert found.wrong.node in ("result 0", "the gradient of argument 1")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -218,6 +220,29 @@ def test_modules_and_lines_have_the_same_names_without_dynamo() -> None:
     rows = {r.what: r.times for r in profiled.by_module}
     assert rows["stack.blocks.*.up"] == 3 and "stack.head" in rows
     assert {"launching", "Python"} <= {r.what for r in profiled.gaps}
+
+
+def test_modules_of_graphs_have_names() -> None:
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(4, 8)
+    first, modules, code = net[0], list[dict[str, str]](), list[str]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compiled = plait.compile(graph, inputs)  # its code is not written yet
+        modules.append(compiled.record.modules)  # type: ignore[attr-defined]
+        code.append(graph.code)
+        return compiled
+
+    graph = torch.fx.symbolic_trace(net)
+    out = graph.graph.output_node()
+    out.args = tuple(graph.graph.find_nodes(op="placeholder"))
+    for node in reversed(list(graph.graph.nodes)[1:-1]):
+        graph.graph.erase_node(node)  # and its code is that of before
+    with torch.no_grad():
+        torch.compile(net, backend=backend)(x)
+        backend(graph, [x])
+        both = plait.compile(lambda x: net(x) + first(x), (x,))
+    assert {*modules[0].values()} == {"0", "1"} and "def forward" in code[0]
+    assert {*both.record.modules.values()} == {"0", "1"}  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_profiled_says_so() -> None:

@@ -126,6 +126,7 @@ class FlatModule:
         # As first found: a size may be known only when the module is run again.
         self.is_result: list[bool] = []
         self.paths = _paths(module)
+        compat.tracing.write_graphs(module)
 
     def run(self, *flat: Any) -> tuple[Any, ...]:
         """Calls the module, notes what is seen, returns the results that are values."""
@@ -215,7 +216,7 @@ def _paths(module: torch.nn.Module) -> dict[int, str]:
     """The paths of the modules, by id, whose code a call may run."""
     fn = module.forward if isinstance(module, FunctionModule) else module
     roots = (x for x in reachable(fn).values() if isinstance(x, torch.nn.Module))
-    return {id(part): path for root in roots for path, part in root.named_modules()}
+    return {id(part): path for root in roots for path, part in root.named_modules() if path}
 
 
 def _tell_origins(graph: GraphModule, of: GraphModule) -> None:
@@ -226,7 +227,8 @@ def _tell_origins(graph: GraphModule, of: GraphModule) -> None:
     for node in graph.graph.nodes:
         line = frame.search(node.meta.get("stack_trace") or "")
         at = of_lines.get(int(line[1]) - code.co_firstlineno) if line else None
-        node.meta |= {} if at is None else source_meta(nodes[at])
+        if at is not None and at < len(nodes):  # its code may be of before it was changed
+            node.meta |= source_meta(nodes[at])
 
 
 def type_name(x: Any) -> str:

@@ -70,6 +70,13 @@ def unwritten(root: torch.nn.Module, graph: Graph, name: str) -> GraphModule:
     return _LazyGraphModule(root, graph, name)
 
 
+def write_graphs(module: torch.nn.Module) -> None:
+    """The Python of each graph in a module is written, where that waits for a call, as of graphs
+    that Dynamo gives: a call that is traced has its changes of attributes taken back."""
+    for part in module.modules():
+        _LazyGraphModule.force_recompile(part)
+
+
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether torch.func has wrapped a tensor, as for a gradient or a batch: it has no storage."""
 
@@ -320,8 +327,10 @@ def name_modules(paths: Mapping[int, str]) -> None:
     tracer: Any = getattr(get_proxy_mode(), "tracer", SimpleNamespace())
 
     def call(module: Any, forward: Callable[..., T], args: Any, kwargs: Any) -> T:
-        outer, path = tracer.module_stack, paths.get(id(module))
-        tracer.module_stack = OrderedDict(outer, **({path: (path, type(module))} if path else {}))
+        outer = tracer.module_stack
+        if (path := paths.get(id(module))) is None:
+            return forward(*args, **kwargs)
+        tracer.module_stack = OrderedDict(outer, **{path: (path, type(module))})
         try:
             return forward(*args, **kwargs)
         finally:

@@ -257,7 +257,8 @@ def _modules(captured: Captured, lowered: Lowered) -> dict[str, str]:
         elif n.meta.get("is_gradient_acc"):
             terms = (paths.get(m.name, "") for m in reversed(n.all_input_nodes))
             paths[n.name] = next(filter(None, terms), "")
-    return {buf: paths[node] for buf, node in lowered.nodes.items() if paths.get(node)}
+    made = {**lowered.makers, **lowered.nodes}
+    return {buf: paths[node] for buf, node in made.items() if paths.get(node)}
 
 
 def _as_flags_say(cfg: Config) -> Config:

@@ -245,6 +245,42 @@ def test_modules_of_graphs_have_names() -> None:
     assert {*both.record.modules.values()} == {"0", "1"}  # type: ignore[attr-defined]
 
 
+class Branches(nn.Module):
+    """What follows a layer is one of two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return torch.cond(
+            x.sum() > 0,
+            lambda x: self.left(x).softmax(-1),
+            lambda x: self.right(x).cumsum(-1),
+            (x,),
+        )
+
+
+def test_buffers_on_the_way_have_the_module_of_what_is_computed() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.last(self.first(x)).exp()).sin()
+
+    with torch.no_grad():
+        small = plait.compile(Small().eval(), (torch.randn(4, 8),))
+        branches = plait.compile(Branches(), (torch.randn(64, 64),))
+    # The sums before the bias are no node's value.
+    assert instructions_of(small.record)[0].module == "first"  # type: ignore[attr-defined]
+    told = instructions_of(branches.record)  # type: ignore[attr-defined]
+    assert [i.module for i in told if "softmax" in i.name or "cumsum" in i.name] == ["", ""]
+
+
 def test_what_cannot_be_profiled_says_so() -> None:
     x = torch.randn(8)
     with pytest.raises(plait.UserError, match="CUDA graphs"):

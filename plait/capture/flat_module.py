@@ -227,8 +227,8 @@ def _tell_origins(graph: GraphModule, of: GraphModule) -> None:
     for node in graph.graph.nodes:
         line = frame.search(node.meta.get("stack_trace") or "")
         at = of_lines.get(int(line[1]) - code.co_firstlineno) if line else None
-        if at is not None and at < len(nodes):  # its code may be of before it was changed
-            node.meta |= source_meta(nodes[at])
+        # Its code may be of before it was changed.
+        node.meta |= source_meta(nodes[at]) if at is not None and at < len(nodes) else {}
 
 
 def type_name(x: Any) -> str:

@@ -74,7 +74,7 @@ def write_graphs(module: torch.nn.Module) -> None:
     """The Python of each graph in a module is written, where that waits for a call, as of graphs
     that Dynamo gives: a call that is traced has its changes of attributes taken back."""
     for part in module.modules():
-        _LazyGraphModule.force_recompile(part)
+        _LazyGraphModule.force_recompile(part)  # type: ignore[arg-type]  # it looks at the class
 
 
 is_transformed: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor

@@ -163,6 +163,7 @@ class Lowering:
 
     name, cfg: of the graph, and how it is compiled.
     buffers, ops: the program so far.
+    makers: of each buffer, the node in whose computation it is made; "" if in none.
     tables: what the program refers to by number.
     lower_graph: makes a subprogram of a graph.
     programs: the subprograms so far, by the graphs that they are of.
@@ -194,6 +195,7 @@ class Lowering:
     lower_graph: Callable[[torch.fx.GraphModule, str], LoopProgram]
     programs: dict[torch.fx.GraphModule, LoopProgram] = field(default_factory=dict)
     buffers: dict[str, Buffer] = field(default_factory=dict)
+    makers: dict[str, str] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     constants: dict[str, int] = field(default_factory=dict)
     symbols: dict[str, tuple[str, str, int] | Size | None] = field(default_factory=dict)
@@ -306,6 +308,7 @@ class Lowering:
         """Declares a buffer. Its strides are row-major, and it is where the current node's result
         is, unless given."""
         name = f"buf{len(self.buffers)}"
+        self.makers[name] = self.current.name if self.current is not None else ""
         strides = strides or expr.contiguous_strides(shape)
         self.buffers[name] = Buffer(name, dtype, shape, strides, device or self.device(), fixed)
         return name

@@ -48,6 +48,7 @@ class Lowered:
     fallbacks: how often each op became an extern call for want of a rule.
     steps: the first such call of each op, and why.
     nodes: buffer -> the FX node whose value it is.
+    makers: buffer -> the FX node in whose computation it is made; "" if in none.
     """
 
     program: LoopProgram
@@ -56,6 +57,7 @@ class Lowered:
     fallbacks: Mapping[str, int]
     steps: tuple[Fallback, ...]
     nodes: Mapping[str, str]
+    makers: Mapping[str, str]
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -152,6 +154,7 @@ def _lowered(
         dict(counts),
         ctx.steps(),
         {x.buf: n.name for n, x in values if isinstance(x, View) and ctx.is_whole(x)},
+        ctx.makers,
     )
 
 

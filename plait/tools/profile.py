@@ -271,7 +271,9 @@ def instructions_of(record: CompileRecord) -> list[Instruction]:
                     name, made = i.op.partition(".")[0], (*i.outs, *i.into)
                 case _:
                     continue
-            found.append(Instruction(record.name, name, _lines(note), record.module_of(made)))
+            # Subprograms count their buffers anew.
+            module = record.module_of(made) if program is record.wrapper else ""
+            found.append(Instruction(record.name, name, _lines(note), module))
     return found
 
 

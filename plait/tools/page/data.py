@@ -72,7 +72,7 @@ def recompile_data(r: Recompile) -> Data:
 def graph_data(g: CompileRecord) -> Data:
     """One graph: what came in, what was made of it, how long that took."""
     steps = [
-        {"program": n, **made}
+        {**made, "program": n, "module": "" if n else made["module"]}  # names are of the first
         for n, plan in enumerate(all_programs(g.plan))
         for s in plan.steps
         if (made := _step(s, plan, g)) is not None

@@ -349,6 +349,10 @@ def test_a_script_is_run(
     file.write_text("import torch\ndef case():\n    return torch.sin, torch.ones(3)\n")
     with pytest.raises(SystemExit, match=r"case is no function and its arguments\n.*\(x,\)"):
         plait.__main__.main(["bisect", f"{file}:case"])
+    file.write_text("fn, args = 3, (1,)\n")
+    for command in ("bisect", "reduce"):
+        with pytest.raises(SystemExit, match=r"plait: .*train.py needs a function .*, got int"):
+            plait.__main__.main([command, str(file)])
 
 
 BOUND = """

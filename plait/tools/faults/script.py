@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from plait.capture.backend import plait_backend
+from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.errors import UserError
 from plait.tools.faults.recorded import Graphs, Prepared, Recording, changes
@@ -95,6 +96,7 @@ def load_script(text: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         )
     match getattr(module, name)() if name else (module.fn, module.args):
         case [fn, [*args]]:
+            check_callable(fn, text)
             return fn, tuple(args)
     raise UserError(f"{text} is no function and its arguments", hint="model, (x,): a tuple of them")
 

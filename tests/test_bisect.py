@@ -404,7 +404,10 @@ class Counted(nn.Module):
 def test_what_plait_compile_returned_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x, y = Counted(), torch.randn(4, 8), torch.randn(4, 8)
-    compiled = plait.compile(model, {"x": x, "y": y})
+    options = {"opt_level": 1}
+    compiled = plait.compile(model, {"x": x, "y": y}, options=options)
+    options["opt_level"] = 3
+    assert compiled.given["options"] == {"opt_level": 1}  # type: ignore[attr-defined]
     assert plait.bisect(compiled, x, y=y, quiet=True) is None
     with plant("rule", monkeypatch):
         found = plait.bisect(compiled, x=x, y=y, quiet=True)

@@ -90,8 +90,8 @@ def compile(
         traced = trace(*source, "plait.compile", cfg)
         call, record = (_frozen if freeze else _bound)(traced, roots, cfg)
     call.__wrapped__, call.__doc__, call.__reduce_ex__, call.record = fn, _DOC, _refuse_copy, record
-    sizes = dynamic_shapes and source[3]  # by argument, without tensors
-    call.given = {"dynamic_shapes": sizes, "options": options, "mode": mode, "freeze": freeze}
+    sizes, own = dynamic_shapes and source[3], dict(options or {})  # by argument, without tensors
+    call.given = {"dynamic_shapes": sizes, "options": own, "mode": mode, "freeze": freeze}
     return call  # type: ignore[no-any-return]
 
 

@@ -183,7 +183,7 @@ def profile(
         )
     if type(calls) is not int or calls < 1:
         raise UserError(f"plait.profile of {calls!r} calls", hint="calls=5")
-    original = getattr(fn, "_orig_mod", None) or fn
+    original = getattr(fn, "_orig_mod", fn)
     with programs() as records:
         # A back end of its own, so that nothing starts warm: programs that an earlier process made
         # tell nobody of themselves.

@@ -206,7 +206,7 @@ def test_the_compiler_is_small() -> None:
     # rows that keep their bits, 120 sizes that a trace leaves out, 100 choices that go by sizes,
     # 120 objects among arguments and results, 40 shapes that torch does not know, 50 conditions
     # that are asked for to raise.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_730
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_740
 
 
 def imports(path: Path, package: str) -> set[str]:

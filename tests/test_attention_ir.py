@@ -127,4 +127,6 @@ def test_blocks_fit_in_what_a_multiprocessor_has(gpu: Gpu) -> None:
         rows, columns = int(found["ROWS"]), int(found["COLUMNS"])
         stay, move = (columns, rows) if gives == "keys" else (rows, columns)
         needed = (stay * (1 if gives == "result" else 2) + 2 * move) * width * dtype.nbytes
-        assert min(rows, columns) >= 16 and needed <= limit, (gives, width, dtype, needed)
+        least = 8 if limit <= 64 << 10 and (width, dtype) == (256, f32) else 16
+        enough = stay >= (16 if gives == "result" else least) and move >= 16
+        assert enough and needed <= limit, (gives, width, dtype, needed)

@@ -18,8 +18,7 @@ from plait.ir.expr import Size, bounds, ceildiv, product
 from plait.ir.loops import Buffer, Load, node
 from plait.kernel.triton.dialects import DIALECTS, LEAST_NVIDIA, LEAST_SHARED, shared_nbytes
 from plait.kernel.triton.formulas import additions_of, function_of, loading_function_of
-from plait.kernel.triton.ops import prelude_for
-from plait.kernel.triton.template import Writer, size_text, template, tuple_text
+from plait.kernel.triton.template import Writer, size_text, tuple_text
 from plait.runtime.cubin import Gpu
 
 LOG2E = math.log2(math.e)
@@ -82,12 +81,8 @@ class _Writer(Writer):
         functions, checks = self._functions()
         constants = self._constants(block).items()
         lines = [f"{name}: tl.constexpr = tl.constexpr({x!r})" for name, x in constants]
-        dialect = DIALECTS[self.gpu.backend]
-        body = "\n\n".join(["\n".join(lines), *functions])
-        rounds = "p_tf32" if self._is_in_two else ""
-        prelude = prelude_for(f"{body}\n{rounds}", dialect.instructions(self.gpu))
-        texts = template("add_product"), template("attention")
-        text = "\n\n".join(part for part in (dialect.head, prelude, body, *texts) if part)
+        formulas = "\n".join(lines), *functions
+        text = self.module_text(self._tf32, formulas, "attention")
         if a.gives == "keys":
             grid = product((ceildiv(k.shape[2], block.columns), *k.shape[:2]))
         elif a.heads > 1:  # the rows of a block are all there are of a head of keys
@@ -103,12 +98,13 @@ class _Writer(Writer):
 
     # ---- how it is cut
     @property
-    def _is_in_two(self) -> bool:
-        """Whether numbers are taken for sums of two that tensor cores multiply: under
+    def _tf32(self) -> int:
+        """3 where numbers are taken for sums of two that tensor cores multiply, else 0: under
         batch_invariant alone. What they cut off adds up where a formula's gradients are sums of all
         scores: those of slopes by position are six times as far off as eager's."""
-        able = "p_tf32" in DIALECTS[self.gpu.backend].instructions(self.gpu)
-        return able and self.attention.by_row and self.dtype(self.tensors[0]) == "f32"
+        able = DIALECTS[self.gpu.backend].rounds_to_tf32(self.gpu)
+        by_row = self.attention.by_row and self.dtype(self.tensors[0]) == "f32"
+        return 3 if able and by_row else 0
 
     def _block(self) -> Block:
         a, (q, k, v) = self.attention, self.tensors[:3]
@@ -119,13 +115,13 @@ class _Writer(Writer):
             kind = "few"
         b = _BLOCKS[kind, max(64, width)]
         if nbytes == 4:
-            b = _IN_TWO.get(kind, _IN_TWO_GRADIENTS) if self._is_in_two else _SINGLE
+            b = _IN_TWO.get(kind, _IN_TWO_GRADIENTS) if self._tf32 else _SINGLE
         while b.columns > 16 and self._shared(b, width * nbytes) > shared_nbytes(self.gpu):
             if b.stages > 1:
                 b = replace(b, stages=b.stages - 1)
             else:
                 b = replace(b, rows=max(16, b.rows // 2), columns=b.columns // 2)
-        if not self._is_in_two and self._shared(b, width * nbytes) > shared_nbytes(self.gpu):
+        if not self._tf32 and self._shared(b, width * nbytes) > shared_nbytes(self.gpu):
             b = replace(b, **{"columns" if a.gives == "keys" else "rows": 8})  # of what stays
         sparse = a.block if a.tables else (0, 0)
         if a.by_row:
@@ -144,7 +140,7 @@ class _Writer(Writer):
             (b.columns, b.rows) if self.attention.gives == "keys" else (b.rows, b.columns)
         )
         each = 1 if self.attention.gives == "result" else 2
-        rows = stays * each + 2 * b.stages * moves + (2 * each * moves if self._is_in_two else 0)
+        rows = stays * each + 2 * b.stages * moves + (2 * each * moves if self._tf32 else 0)
         # Tiles of scores pass through it where copies to it are not asynchronous, and where
         # formulas load other numbers by other threads, for which large ones have room in any case.
         loads, space = self._end > self.attention.n_first, shared_nbytes(self.gpu)
@@ -229,7 +225,7 @@ class _Writer(Writer):
             "COLUMN_EDGE": self._has_edge(n, block.columns, a.block[1] if per_row else 0),
             "SCALE": a.scale, "BEFORE": before, "AFTER": after, "CHANGES": changes,
             "MASKS": a.mask is not None, "CAUSAL": a.causal, "ADDS": bool(a.additions),
-            "STAGES": block.stages, "TF32": 3 if self._is_in_two else 0, "BY_ROW": a.by_row,
+            "STAGES": block.stages, "TF32": self._tf32, "BY_ROW": a.by_row,
         }  # fmt: skip
 
     def _has_edge(self, length: Size, block: int, walked: int) -> bool:

@@ -60,6 +60,10 @@ class Dialect:
         """Whether there are instructions that make floats of 8 bits and take them apart."""
         return _is_since(self.first_float8, gpu)
 
+    def rounds_to_tf32(self, gpu: Gpu) -> bool:
+        """Whether there is an instruction that rounds to TF32, which tensor cores multiply."""
+        return "p_tf32" in self.instructions(gpu)
+
 
 def _is_since(first: int | None, gpu: Gpu) -> bool:
     return first is not None and isinstance(gpu.arch, int) and gpu.arch >= first
@@ -149,12 +153,9 @@ _NVIDIA_HELPERS = {
 }
 
 
-def _nvidia_helpers(gpu: Gpu) -> Mapping[str, str]:
-    """Older ones have no instructions that round to bfloat16 and TF32."""
-    rest = {name: text for name, text in _NVIDIA_HELPERS.items() if name != "p_tf32"}
-    return _NVIDIA_HELPERS if _is_since(80, gpu) else {**rest, "p_as_bf16": _AS_BF16}
-
-
+# GPUs before sm_80 have no instructions that round to bfloat16 and TF32.
+_EARLY_HELPERS = {**_NVIDIA_HELPERS, "p_as_bf16": _AS_BF16}
+del _EARLY_HELPERS["p_tf32"]
 # The assembler ends the process at a number that it does not know.
 _CAPABILITIES = (70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 NVIDIA = Dialect(
@@ -162,7 +163,7 @@ NVIDIA = Dialect(
     begins=("sm_", "ptx_"),
     gpu=_nvidia,
     known=tuple(f"{kind}_{n}" for kind in ("ptx", "sm") for n in _CAPABILITIES),
-    instructions=_nvidia_helpers,
+    instructions=lambda gpu: _NVIDIA_HELPERS if _is_since(80, gpu) else _EARLY_HELPERS,
     wait="tl.extra.cuda.gdc_wait()",
     release="tl.extra.cuda.gdc_launch_dependents()",
     first_early=90,

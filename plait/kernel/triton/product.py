@@ -17,8 +17,7 @@ from plait.ir.loops import Buffer, Load, Pointwise, exprs_of, is_arg, walk
 from plait.ir.product import PARTNER, PRODUCT, Cut, Product
 from plait.kernel.triton.dialects import DIALECTS, Dialect, shared_nbytes
 from plait.kernel.triton.formulas import operand_of, results_of
-from plait.kernel.triton.ops import prelude_for
-from plait.kernel.triton.template import Writer, size_text, template, tuple_text
+from plait.kernel.triton.template import Writer, size_text, tuple_text
 from plait.runtime.cubin import Gpu
 from plait.schedule.deps import extent
 
@@ -158,12 +157,8 @@ class _Writer(Writer):
         if any(v.aligned for v in versions):
             finish += f"\n\n{results_of(self.product, given, self.outs, names, True, by_row)[0]}"
         variants = tuple(self._variant(v, sizes, checks) for v in versions)
-        rounds = "p_tf32" if self._tf32 else ""
-        prelude = prelude_for(f"{finish}\n{made}\n{rounds}", dialect.instructions(self.gpu))
-        texts = ["add_product", "product"]
-        texts += ["described_product"] if any(v.described for v in versions) else []
-        parts = (dialect.head, prelude, finish, made, *map(template, texts))
-        text = "\n\n".join(filter(None, parts))
+        more = ["described_product"] if any(v.described for v in versions) else []
+        text = self.module_text(self._tf32, (finish, made), "product", *more)
         rival, cold = (self._rival(), (1,)) if self.tunes else (None, ())
         return UserKernel(self.product.name, text, self.pointers(), variants, rival, cold)
 
@@ -234,7 +229,7 @@ class _Writer(Writer):
     @property
     def _tf32(self) -> int:
         """As of `Cut`, where the device has what rounds."""
-        able = "p_tf32" in DIALECTS[self.gpu.backend].instructions(self.gpu)
+        able = DIALECTS[self.gpu.backend].rounds_to_tf32(self.gpu)
         return self._cut.tf32 if able else 0
 
     @property

@@ -12,7 +12,8 @@ from pathlib import Path
 from plait.ir.calls import Extern, TensorArg, UserKernel
 from plait.ir.expr import Expr, Size
 from plait.ir.loops import Buffer
-from plait.kernel.triton.ops import POINTERS
+from plait.kernel.triton.dialects import DIALECTS
+from plait.kernel.triton.ops import POINTERS, prelude_for
 from plait.runtime.cubin import Gpu
 
 _LONG = 1 << 23  # strides from which on 256 of them have no 32 bits
@@ -64,6 +65,14 @@ class Writer:
         """The call, of a kernel whose text is known."""
         kernel = self.kernel()
         return replace(self.call, args=(*self.tensors, *self.sizes), kernel=kernel)
+
+    def module_text(self, tf32: int, formulas: Sequence[str], *templates: str) -> str:
+        """A module: helpers, formulas, and the named templates behind add_product, whose constant
+        tf32 is."""
+        dialect, rounds = DIALECTS[self.gpu.backend], "p_tf32" if tf32 else ""
+        prelude = prelude_for("\n".join((*formulas, rounds)), dialect.instructions(self.gpu))
+        texts = map(template, ("add_product", *templates))
+        return "\n\n".join(filter(None, (dialect.head, prelude, *formulas, *texts)))
 
     def kernel(self) -> UserKernel:
         """The kernel."""

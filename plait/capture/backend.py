@@ -28,7 +28,7 @@ from plait.capture.aliases import (
 )
 from plait.capture.checkpoints import is_run_by_eager
 from plait.capture.direct import DirectGraph
-from plait.capture.dynamo import breaks, watch_limits
+from plait.capture.dynamo import note_breaks, watch_limits
 from plait.capture.early_kernels import early_kernels_of
 from plait.capture.found_numbers import index_by_found, mended_tracing
 from plait.capture.fused_steps import write_out_fused
@@ -85,7 +85,7 @@ def plait_backend(
         if cfg.report_to:
             follow(cfg.report_to)
         tell_recompile(recompiles, PassLog(cfg, ""))
-        breaks()  # in words, while counters are those of this graph
+        note_breaks()
         # Graphs of compiled autograd take lists.
         if any(isinstance(x, (list, tuple, dict)) for x in example_inputs):
             return compat.tracing.flatten_inputs(gm, example_inputs, partial(_compile, cfg, target))

@@ -140,11 +140,17 @@ class Break:
         return f"{self.where}: {self.cause}" if self.where else self.cause
 
 
-def breaks() -> list[Break]:
-    """Those of this process, in order, also where there was nothing to compile before one."""
-    for why in list(graph_break_reasons):  # Dynamo's own list, which a reset empties
+def note_breaks() -> None:
+    """Keeps those of Dynamo's own list, which a reset empties, in words: it counts causes by
+    process, so a graph's are known while it is compiled."""
+    for why in list(graph_break_reasons):
         if id(why) not in _noted:
             _noted[id(why)] = (why, _in_words(why))
+
+
+def breaks() -> list[Break]:
+    """Those of this process, in order, also where there was nothing to compile before one."""
+    note_breaks()
     return [b for _, b in list(_noted.values())]
 
 

@@ -1,11 +1,12 @@
 """Tiles of products whose rows keep their bits, on a GPU: `python -m benchmarks.row_tiles_gpu
-[float32]`, else in bfloat16. Prints microseconds of each tile for each shape, eager's kernels
+[float32 [few]]`, else in bfloat16. Prints microseconds of each tile for each shape, eager's kernels
 first, and how far eager and the tiles are off float64, as a share of it in the 2-norm. Fails where
 one tile has other bits than another.
 
-Shapes are those of GPT-2 and Llama, with what follows each product there. A tile is rows x columns,
-warps, stages, and "stays" where programs take one tile after the other and load by descriptors.
-Times are the least of a CUDA graph of 24 calls with four sets of factors.
+Shapes are those of GPT-2 and Llama, with what follows each product there; few: of 1, 32 and 64
+rows. A tile is rows x columns, warps, stages, steps of one turn of the loop, and "stays" where
+programs take one tile after the other and load by descriptors. Times are the least of a CUDA graph
+of 24 calls with sets of factors for which the cache is too small.
 """
 
 from __future__ import annotations
@@ -71,18 +72,23 @@ STAYING = (
 OTHERS = ((128, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 6), (64, 64, 4, 6))
 IN_TWO = ((128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 8, 3))
 """Of float32."""
-CALLS = 24
+FEW_IN_TWO = (
+    (32, 64, 4, 6, 1), (32, 16, 2, 6, 1), (16, 64, 4, 6, 1), (16, 32, 4, 4, 2), (16, 16, 2, 6, 1),
+)  # fmt: skip
+"""The same of few rows."""
+FEW, FEW_SHAPES = (1, 32, 64), ("gpt2 proj", "gpt2 down", "llama gate", "llama q", "llama down")
+CALLS, CACHE_NBYTES = 24, 128 << 20
 
 
 def by_tile(
-    fn: Callable[..., Tensor], tile: tuple[int, int, int, int], stays: bool, folder: str,
+    fn: Callable[..., Tensor], tile: tuple[int, ...], stays: bool, folder: str,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Any:  # fmt: skip
     """The function, compiled with one tile for all products of this type."""
-    rows, columns, warps, stages = tile
+    rows, columns, warps, stages, *at_once = tile
     in_two = dtype == torch.float32
     cut = Cut(rows, columns, 32, tf32=3) if in_two else Cut(rows, columns, 64)
-    version = written._Version(cut, warps, stages, described=stays)
+    version = written._Version(cut, warps, stages, False, stays, *at_once)
     setattr(lowered, "_row_tile", lambda *_: cut)  # noqa: B010
     setattr(written._Writer, "_versions", lambda _: [version])  # noqa: B010
     torch._dynamo.reset()
@@ -102,22 +108,27 @@ def off(x: Tensor, exact: Tensor) -> float:
 
 def main() -> None:
     """Command line: see the module's docstring."""
-    dtype = torch.float32 if sys.argv[1:] == ["float32"] else torch.bfloat16
+    dtype = torch.float32 if "float32" in sys.argv[1:] else torch.bfloat16
+    shapes = [(name, *others) for name, others in SHAPES.items()]
     tiles = [(t, True) for t in STAYING] + [(t, False) for t in OTHERS]
-    tiles = [(t, False) for t in IN_TWO] if dtype == torch.float32 else tiles
+    if dtype == torch.float32:
+        few = "few" in sys.argv[1:]
+        tiles = [(t, False) for t in (FEW_IN_TWO if few else IN_TWO)]
+        if few:
+            shapes = [(name, m, *SHAPES[name][1:]) for name in FEW_SHAPES for m in FEW]
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        for name, (m, n, k, fn) in watched("shapes", SHAPES.items()):
+        for name, m, n, k, fn in watched("shapes", shapes):
             args = []
-            for _ in range(4):
+            for _ in range(min(CALLS, max(4, CACHE_NBYTES // (n * k * dtype.itemsize)))):
                 sizes = (m, k), (k, n) if fn in ACROSS else (n, k), (n,), (m, n)
                 x, w, b, rest = (torch.randn(s, device="cuda").to(dtype) for s in sizes)
                 args.append((x, w / 32, b, rest))
             exact, bits = fn(*(x.double() for x in args[0])), None
             words = [f"eager {one_us(fn, args):.1f}, off by {off(fn(*args[0]), exact):.2e}"]
             for number, (tile, stays) in enumerate(tiles):
-                run = by_tile(fn, tile, stays, f"{folder}/{name}/{number}", dtype)
+                run = by_tile(fn, tile, stays, f"{folder}/{name}/{m}/{number}", dtype)
                 got = run(*args[0]).clone()
-                assert bits is None or torch.equal(got, bits), f"{name}: {tile} has other bits"
+                assert bits is None or torch.equal(got, bits), f"{name} {m}: {tile} has other bits"
                 bits = got
                 rows, columns, *others = tile
                 how = " stays" if stays else ""

@@ -68,6 +68,7 @@ PRODUCTS: dict[str, tuple[Program, Shapes]] = {
     "odd": (lambda x, w: F.linear(x, w) > 0, ((M, K), (N + 1, K))),
     "columns": (lambda x, w: x @ w > 0, ((M, K), (K, N))),
     "few": (lambda x, w: F.linear(x, w) > 0, ((40, K), (N, K))),
+    "one": (lambda x, w: F.linear(x, w) > 0, ((1, K), (N, K))),
 }
 
 

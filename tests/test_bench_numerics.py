@@ -94,7 +94,10 @@ def test_norms_and_biases_are_drawn() -> None:
 
 def test_parts_fit_the_model() -> None:
     found = programs.subjects("cpu", small=True)
-    assert set(found["gpt2/float32"].parts()) == set(programs.PARTS)
+    on_gpu = programs.subjects("cuda", small=False)
+    assert set(on_gpu["gpt2/float32"].parts()) == set(programs.PARTS)
+    assert set(found["gpt2/float32"].parts()) == set(programs.PARTS) - {"graphs"}
+    assert not {"graphs", "train-cost"} & set(on_gpu["bert/bfloat16"].parts())
     assert "padded" not in found["resnet18/bfloat16"].parts()
     assert (
         "prefix" not in found["bert/bfloat16"].parts()
@@ -102,10 +105,10 @@ def test_parts_fit_the_model() -> None:
     )
     assert "batch" not in found["graph_attention/bfloat16"].parts()
     assert sorted(p for job in programs.JOBS for p in job) == sorted(programs.PARTS)
-    on_gpu = programs.subjects("cuda", small=False)
     assert {"llama/float32", "llama/bfloat16", "resnet18/float32"} <= set(on_gpu)
     assert "xlnet/float32" not in on_gpu
     llama = found["llama/bfloat16"]
+    assert llama.timed("train-cost").train and not llama.timed("graphs").train
     for part, rows in programs.TOKENS.items():
         assert part in llama.parts() and part not in found["bert/bfloat16"].parts()
         timed = llama.timed(part)
@@ -143,6 +146,7 @@ def rows() -> list[book.Record]:
         other={"plait": figures(9, 0.25, "c")},
         batch={"eager": batch, "plait-invariant": fine},
         cost={"plait": {"ms": 2.0}, "eager": {"ms": 4.0}},
+        graphs={"plait": {"ms": 1.0}, "plait-eager": {"ms": 1.5}},
         **{"token-32": {"plait": {"ms": 0.5}, "plait-invariant": {"ms": 0.6}}},
     )
     bad = record(
@@ -184,6 +188,7 @@ def test_the_page_says_what_the_records_say() -> None:
         "1 of 2", "-", "1 of 1", "-",
     ]  # fmt: skip
     assert cells(part, "gpt2/bfloat16", "2") == ["2.00 x", "-", "-", "-", "-"]
+    assert cells(part, "gpt2/bfloat16", "1") == ["1.50 x", "-", "-", "-"]
     assert "rows: 1\n" not in part  # the record is of before there was this part
     part = part[part.index("rows: 32\n") :]
     assert cells(part, "gpt2/bfloat16", "0.5") == ["-", "1.20 x", "-"]

@@ -918,3 +918,6 @@ def test_the_benchmark_of_tiles_sets_them(
     assert ("described_product(p0" in made) is stays
     depth = 64 if dtype == torch.bfloat16 else 32
     assert f"rows=64, columns=256, depth={depth}, stages=4" in made
+    row_tiles_gpu.by_tile(row_tiles_gpu.plain, (64, 128, 4, 2, 4), False, "", dtype)
+    made = record(row_tiles_gpu.plain, *xs, mode=mode, batch_invariant=True).kernel_source
+    assert "columns=128" in made and "at_once=4" in made

@@ -202,11 +202,11 @@ def test_the_compiler_is_small() -> None:
     # 160 what recompiles are told by, 1,690 starts without a trace, 50 what is compared with what
     # is made of it, 90 kernels that are told their places, 250 what equal blocks share, 220 costs
     # of first calls, 290 calls that do not wait for kernels, 1,390 reports, 1,405 what finds wrong
-    # numbers, 325 where time goes, 400 what a machine lacks, 360 eager's bits, 1,010
+    # numbers, 325 where time goes, 400 what a machine lacks, 360 eager's bits, 1,030
     # rows that keep their bits, 120 sizes that a trace leaves out, 100 choices that go by sizes,
     # 120 objects among arguments and results, 40 shapes that torch does not know, 50 conditions
     # that are asked for to raise.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_740
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_760
 
 
 def imports(path: Path, package: str) -> set[str]:

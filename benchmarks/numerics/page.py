@@ -47,6 +47,8 @@ in another by luck.
   lengths.
 - *each time*: two calls of a process, and two processes with caches of their own.
 - *cost*: the least time of a call in seven rounds, in turn, as a multiple of plait's by default.
+- *graphs* (GPT-2, Llama, on a GPU): the same where what is compiled is replayed as a CUDA graph, so
+  that what a CPU does for each call does not count; *train-cost*: the same of a training step.
 - *token* (GPT-2, Llama): the same for one token of each row, without a cache, so that attention
   sees this token alone; what is compiled is replayed as a CUDA graph on a GPU."""
 
@@ -77,11 +79,7 @@ def section(records: book.Records, causes: dict[str, str]) -> str:
         "### The same each time\n\n" + each_time(rows),
         "### The same in any batch\n\n" + any_batch(rows),
         "### Costs\n\n" + (costs(rows, "cost") or "Not measured."),
-        *(
-            f"One token of each row, rows: {n}\n\n{table}"
-            for part, n in TOKENS.items()
-            if (table := costs(rows, part))
-        ),
+        *(f"{how}\n\n{table}" for part, how in COSTS.items() if (table := costs(rows, part))),
         "### Every model\n\n" + every_model(rows),
         failures(rows),
     ]
@@ -254,6 +252,8 @@ def any_batch(rows: list[book.Record]) -> str:
     return render(("", "", "", *names.values()), table)
 
 
+COSTS = {"graphs": "Replayed as CUDA graphs", "train-cost": "A training step"}
+COSTS |= {part: f"One token of each row, rows: {n}" for part, n in TOKENS.items()}
 TIMED = ("eager", "plait-eager", "plait-precise", "plait-invariant", "inductor")
 
 
@@ -276,7 +276,7 @@ def costs(rows: list[book.Record], part: str) -> str:
         means = [mean(found.get(f"{dtype} {v}", ())) for v in timed]
         if any(means):
             table.append([f"geometric mean, {dtype}", "", *map(times, means)])
-    heads = ("", "plait, ms", "eager", *(NAMES[v] for v in timed[1:]))
+    heads = ("", "plait, ms", *(NAMES.get(v, v) for v in timed))
     return render(heads, table) if table else ""
 
 

@@ -55,6 +55,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "other": ("eager", "plait", "inductor"),
     "other-train": ("eager", "plait", *SORTED, "inductor"),
     "cost": ("eager", "plait", "plait-eager", "plait-precise", "plait-invariant", "inductor"),
+    "graphs": ("plait", "plait-eager", "plait-precise", "plait-invariant", "inductor"),
+    "train-cost": ("eager", "plait", "plait-eager", "plait-invariant", "inductor"),
     "token": ROWS,
     "token-32": ROWS,
 }
@@ -65,13 +67,15 @@ JOBS: tuple[tuple[str, ...], ...] = (
     ("infer", "batch", "padded", "prefix"),
     ("train",),
     ("other", "other-train"),
-    ("cost", "token", "token-32"),
+    ("cost", "graphs", "train-cost", "token", "token-32"),
 )
 """Parts that one process does. The times come last, when nothing else runs."""
 
 BATCHES = (1, 2, 7, 32)
 TOKENS = {"token": 1, "token-32": 32}
 """How many rows have one token each."""
+GRAPHED = ("graphs", *TOKENS)
+"""Parts of which what is compiled is replayed as a CUDA graph."""
 SHORT = 48  # tokens, of small models
 SECONDS = 4000  # samples of a wave, of small models
 
@@ -150,8 +154,8 @@ class Subject:
 
     def timed(self, part: str) -> Case:
         """What is timed: the model as the suite has it, or one token a row, without a cache."""
-        if part == "cost":
-            return self.case(False)
+        if part not in TOKENS:
+            return self.case(part == "train-cost")
         model, rows = self.model, TOKENS[part]
         inputs = {name: dataclasses.replace(x, shape=(1,)) for name, x in model.inputs.items()}
         step = dataclasses.replace(
@@ -171,7 +175,10 @@ class Subject:
         if not (tokens and "ForCausalLM" in self.model.spec or self.model.name == "gpt2"):
             del found["prefix"]
         if self.model.name not in ASKED:
-            del found["token"], found["token-32"]
+            for part in ("graphs", "train-cost", *TOKENS):
+                del found[part]
+        elif self.device != "cuda":
+            del found["graphs"]
         if not self.model.train:
             del found["train"], found["other-train"]
         return found

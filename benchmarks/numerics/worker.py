@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.numerics.programs import (
+    GRAPHED,
     GRAPHS,
     JOBS,
-    TOKENS,
     VARIANTS,
     Subject,
     batches,
@@ -118,7 +118,7 @@ class Rows:
 
 
 class Timed(Held):
-    """A program with all its variants, timed in turn; of tokens as CUDA graphs on a GPU."""
+    """A program with all its variants, timed in turn; of GRAPHED parts as CUDA graphs on a GPU."""
 
     def times(self, part: str, variants: Sequence[str], lock: Path, say: Replies) -> None:
         torch._dynamo.reset()  # of the part before
@@ -126,7 +126,7 @@ class Timed(Held):
             say("begin", part=part, variant=name)
             said = Warnings()
             try:
-                call = self._bind(compiled(self.program, name, keep=True, graphs=part in TOKENS))
+                call = self._bind(compiled(self.program, name, keep=True, graphs=part in GRAPHED))
                 for _ in range(WARM_CALLS):
                     call()
                 if skipped := [line for line in said.lines() if "without a CUDA graph" in line]:

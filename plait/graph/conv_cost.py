@@ -112,11 +112,6 @@ class Convolution:
         return facts_of(self.x.device).is_host
 
     @property
-    def is_of_patches(self) -> bool:
-        """Whether its windows lie side by side."""
-        return not self.is_point and [*map(hint, self.window)] == [*map(hint, self.stride)]
-
-    @property
     def is_depthwise(self) -> bool:
         """Whether each filter has one channel of several."""
         return _is(1, self.weight.shape[1]) and not _is(1, self.groups)

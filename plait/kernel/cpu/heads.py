@@ -23,8 +23,6 @@ _SCORES = 8192
 """So many scores of a head are computed before their values are needed: 32 KiB."""
 _FEWEST = 24
 """Queries at a time, at least."""
-_MOST_VECTORS = 5
-"""In a row of a tile."""
 _MOST_KEYS = 512
 """At a time."""
 _ROOM = 1 << 16

@@ -58,6 +58,9 @@ _DESCRIBED_TILES = (
 _MANY_STAGES, _FEW_COLUMNS = 6, 32
 """Stages of small tiles that walk along all of k, and columns from which on they have 4 warps, not
 2: 16 x 2048 x 5632 takes 10.2 us so, and 13.6 by 4 warps and 4 stages (H200)."""
+_FEW_TURNS = 4
+"""Stages of two steps each, where the two of factors in two parts overlap: 1 x 768 x 3072 takes 24
+us so, and 30 by one step at a time (H200)."""
 _MOST_WARPS = 8  # of a tile: 2048 x 768 x 3072 takes 18 us so, and 55 by 4 (H200)
 # Up to so long sums, two programs a multiprocessor are faster than one that stays: what is computed
 # behind a sum takes long beside it, and the other one sums meanwhile. 2048 x 2304 x 768 takes 17.8
@@ -86,6 +89,7 @@ class _Version:
     aligned: rows that start anywhere are written where they are aligned, by tiles of every so
         manieth row
     described: programs stay, take one tile after the other, and load by descriptors
+    at_once: steps along k of one turn of the loop
     """
 
     cut: Cut
@@ -93,6 +97,7 @@ class _Version:
     stages: int = 0
     aligned: bool = False
     described: bool = False
+    at_once: int = 1
 
 
 def _group(cut: Cut, high: Size, row_nbytes: Size) -> int:
@@ -258,6 +263,8 @@ class _Writer(Writer):
         if cut.is_large:
             return self._large()
         if self.around.by_row and not made:
+            if self._tf32 == 3 and cut.columns == _FEW_COLUMNS:
+                return [_Version(cut, 4, _FEW_TURNS, at_once=2)]
             return [_Version(cut, 2 if cut.columns < _FEW_COLUMNS else 4, _MANY_STAGES)]
         found = [_Version(cut)]
         stages, m = _STAGES if made else 0, self.tensors[0].shape[-2]
@@ -350,7 +357,7 @@ class _Writer(Writer):
         """One way to launch it. sizes: products, rows, columns and terms of a sum."""
         (batch, m, n, k), cut, dialect = sizes, v.cut, DIALECTS[self.gpu.backend]
         width, kinds = self._factor_nbytes, self._kinds(cut) if v.aligned else 1
-        step = (cut.rows + cut.columns) * cut.depth * width
+        step = (cut.rows + cut.columns) * cut.depth * v.at_once * width
         high = ceildiv(m, cut.rows * kinds) * kinds
         wide = ceildiv(n + (_UNIT - 1 if kinds > 1 else 0), cut.columns)
         grid = product((batch, high, wide, cut.parts))
@@ -371,9 +378,11 @@ class _Writer(Writer):
             constants |= {
                 "kinds": kinds, "parts": cut.parts, "half": self.product.half,
                 "matrices": cut.matrices, "tf32": self._tf32, "turned": self._is_turned(cut),
+                "at_once": v.at_once,
                 "row_edge": m % (cut.rows * kinds) != 0,
                 "column_edge": kinds == 1 and n % cut.columns != 0,
-                "depth_edge": k % cut.depth != 0, "made": self.product.right is not None,
+                "depth_edge": k % (cut.depth * v.at_once) != 0,
+                "made": self.product.right is not None,
             }  # fmt: skip
         options = {
             "num_warps": v.warps, "num_stages": stages, "sanitize_overflow": False,

@@ -18,6 +18,7 @@ half: columns c and c + half make a pair, for the first half of each 2 * half. T
 parts: programs that share a walk
 row_edge, column_edge, depth_edge: the last tile, or step, may be larger than what is left
 stages: of the loop
+at_once: steps of one turn of the loop: more than 1 where a step loads few bytes
 made: the right matrix is no tensor: the function right_tile makes a tile of it, columns by a step
 whole: factors are integers of 8 bits
 tf32: how factors in float32 are multiplied, see add_product.py
@@ -92,34 +93,38 @@ def finish_pairs(sums, half: tl.constexpr, p, h, i, j, n, i_inside, given, outs)
 def walk(
     sums, x_at, y_at, h, i, j, d, r, c, k, first, last, column, right, given, left_strides,
     right_strides, turned: tl.constexpr, row_edge: tl.constexpr, column_edge: tl.constexpr,
-    depth_edge: tl.constexpr, depth: tl.constexpr, stages: tl.constexpr, made: tl.constexpr,
-    tf32: tl.constexpr, wary: tl.constexpr,
+    depth_edge: tl.constexpr, depth: tl.constexpr, stages: tl.constexpr, at_once: tl.constexpr,
+    made: tl.constexpr, tf32: tl.constexpr, wary: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile, along k. i, j: its rows and columns, of which r and c are left. wary: as
     of add_product."""
-    for step in tl.range(first, last, depth, num_stages=stages):
-        s = k - step
-        if turned:
-            x = tile_of(x_at, i[None, :], d[:, None], left_strides, r, s, row_edge, depth_edge)
-            if made:
-                y = right_tile(h, step // depth, column + j[:, None], j[:, None] < c, right, given)
+    for turn in tl.range(first, last, at_once * depth, num_stages=stages):
+        for u in tl.static_range(at_once):
+            step = turn + u * depth
+            s = k - step
+            if turned:
+                x = tile_of(x_at, i[None, :], d[:, None], left_strides, r, s, row_edge, depth_edge)
+                if made:
+                    at = column + j[:, None]
+                    y = right_tile(h, step // depth, at, j[:, None] < c, right, given)
+                else:
+                    y = tile_of(
+                        y_at, d[None, :], j[:, None], right_strides, s, c, depth_edge, column_edge
+                    )
+                sums = add_product(sums, y, x, tf32, turned, wary)
             else:
-                y = tile_of(
-                    y_at, d[None, :], j[:, None], right_strides, s, c, depth_edge, column_edge
-                )
-            sums = add_product(sums, y, x, tf32, turned, wary)
-        else:
-            x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
-            if made:
-                z = right_tile(h, step // depth, column + j[:, None], j[:, None] < c, right, given)
-                y = tl.trans(z)
-            else:
-                y = tile_of(
-                    y_at, d[:, None], j[None, :], right_strides, s, c, depth_edge, column_edge
-                )
-            sums = add_product(sums, x, y, tf32, turned, wary)
-        x_at += depth * left_strides[2]
-        y_at += depth * right_strides[1]
+                x = tile_of(x_at, i[:, None], d[None, :], left_strides, r, s, row_edge, depth_edge)
+                if made:
+                    at = column + j[:, None]
+                    z = right_tile(h, step // depth, at, j[:, None] < c, right, given)
+                    y = tl.trans(z)
+                else:
+                    y = tile_of(
+                        y_at, d[:, None], j[None, :], right_strides, s, c, depth_edge, column_edge
+                    )
+                sums = add_product(sums, x, y, tf32, turned, wary)
+            x_at += depth * left_strides[2]
+            y_at += depth * right_strides[1]
     return sums
 
 
@@ -128,8 +133,9 @@ def product(
     left, right, given, outs, left_strides, right_strides, m, n, k, rows: tl.constexpr,
     columns: tl.constexpr, depth: tl.constexpr, turned: tl.constexpr, parts: tl.constexpr,
     row_edge: tl.constexpr, column_edge: tl.constexpr, depth_edge: tl.constexpr,
-    stages: tl.constexpr, made: tl.constexpr, whole: tl.constexpr, tf32: tl.constexpr,
-    group: tl.constexpr, kinds: tl.constexpr, half: tl.constexpr, matrices: tl.constexpr,
+    stages: tl.constexpr, at_once: tl.constexpr, made: tl.constexpr, whole: tl.constexpr,
+    tf32: tl.constexpr, group: tl.constexpr, kinds: tl.constexpr, half: tl.constexpr,
+    matrices: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     part = t % parts
@@ -176,15 +182,15 @@ def product(
     r, c = m - row, n - column
     sums = walk(
         sums, x_at, y_at, h, i, y_column, d, r, c, k, first, last, column, right, given,
-        left_strides, right_strides, turned, row_edge, column_edge, depth_edge, depth, stages, made,
-        tf32, False,
+        left_strides, right_strides, turned, row_edge, column_edge, depth_edge, depth, stages,
+        at_once, made, tf32, False,
     )  # fmt: skip
     if tf32 == 3:  # noqa: SIM102  (which is known)
         if tl.max(tl.max((sums != sums).to(tl.int32), 1), 0) > 0:
             sums = walk(
                 tl.zeros_like(sums), x_at, y_at, h, i, y_column, d, r, c, k, first, last, column,
                 right, given, left_strides, right_strides, turned, row_edge, column_edge,
-                depth_edge, depth, stages, made, tf32, True,
+                depth_edge, depth, stages, at_once, made, tf32, True,
             )  # fmt: skip
     if turned:
         sums = tl.trans(sums)

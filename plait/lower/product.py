@@ -57,10 +57,9 @@ _ROW_TILES = ((128, 256, 64, 1.88), (128, 128, 64, 1.0), (64, 128, 64, 0.65), (6
 """Tiles of products whose rows keep their bits, and how long one for each multiprocessor takes
 (H200, benchmarks/row_tiles_gpu.py). The first is fast where programs load by descriptors."""
 _FEW_WIDE = 36  # tiles of 64 columns from which on narrower ones are slower, at few rows
-_IN_TWO_WIDE = 264
-"""Tiles of 32 x 64 from which on narrower ones are slower where factors are taken for two numbers,
-at few rows: on an H200 1 x 2048 x 5632 takes 39 us by those, and 77 else; 1 x 32000 x 2048 takes 74
-and 69."""
+_IN_TWO_FEW = 512
+"""Tiles of 16 x 32 from which on larger ones are faster, at few rows, where factors are taken for
+two numbers (H200, benchmarks/row_tiles_gpu.py): 32 x 2048 x 5632 takes 41 us so, 88 by 32 x 64."""
 _LEAST_STEP = 16  # along k
 _IN_TWO_DEPTH = 32  # of tiles of products in float32 by 3 of numbers of 10 bits: bits depend on it
 _ALIGNED = 16  # bytes that rows start at multiples of
@@ -154,8 +153,8 @@ def _row_tile(batch: int, m: int, n: int, far: bool) -> Cut:
 
 def _row_tile_in_two(batch: int, m: int, n: int, far: bool) -> tuple[int, int]:
     """Rows and columns of the same where each factor is taken for two numbers of 10 bits."""
-    if m <= _FEW_ROWS and batch * -(-m // 32) * -(-n // 64) < _IN_TWO_WIDE:
-        return (16, 32) if m <= 16 else (32, 16)
+    if m <= _FEW_ROWS and batch * -(-m // 16) * -(-n // 32) < _IN_TWO_FEW:
+        return 16, 32
     many = batch * -(-m // 128) * -(-n // 64) >= _MULTIPROCESSORS
     return _power(m) if m <= _FEW_ROWS else 128 if far and many else 64, 64
 

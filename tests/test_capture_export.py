@@ -11,6 +11,7 @@ import operator
 import pickle
 import re
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +27,10 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.export import Dim
 from torch.fx.experimental.sym_node import SymNode
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._traceback import CapturedTraceback
 
 import plait
+from plait.capture.sources import source_of
 from plait.capture.trace import trace
-from plait.compat import questions as tracing
 from plait.config import Config
 from plait.errors import InputError, Unsupported, UserError
 from tests.against_eager import sharing, tree_equal
@@ -962,32 +962,38 @@ def test_a_recurrent_layer_gets_rows_in_order(bidirectional: bool) -> None:
         torch.testing.assert_close(compiled(x), layer(x))
 
 
-def test_nodes_name_the_lines_that_torch_would_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Inner(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * 2).sin()
+def sine(x: Tensor) -> Tensor:
+    return (x * 2).sin()
 
-    class Outer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Inner()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) + 1
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(3, 3)
 
-    def lines() -> list[str]:
-        graph = trace(Outer(), (torch.ones(3),), {}, None, "a test", Config()).graph.graph
-        return [n.meta["stack_trace"] for n in graph.nodes if n.op == "call_function"]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(sine(x)) + 1
 
-    ours = lines()
-    changes = [
-        (owner, name, CapturedTraceback if new is tracing._Forwards else new)
-        for owner, name, new in tracing._CHANGES
-    ]
-    assert changes != tracing._CHANGES
-    monkeypatch.setattr(tracing, "_CHANGES", changes)
-    assert ours == lines() and len(ours) == 3
-    assert "return (x * 2).sin()" in ours[1] and "return self.inner(x) + 1" in ours[2]
+
+@pytest.mark.parametrize("kind", ["module", "function", "partial function", "object"])
+def test_nodes_name_the_lines_that_dynamo_names(kind: str) -> None:
+    """Those of the code that is traced, and of nothing that called the compiler."""
+    module = Outer()
+    fns = {"module": module, "partial function": functools.partial(module.forward)}
+    fns |= {"function": lambda x: module(x), "object": types.MethodType(Outer.forward, module)}
+    graph = trace(*source_of(fns[kind], (torch.ones(3),), None, "a test"), "a test", Config()).graph
+    found = [n.meta["stack_trace"] for n in graph.graph.nodes if n.op == "call_function"]
+    assert "return (x * 2).sin()" in found[0] and "self.lin(sine(x)) + 1" in found[0]
+    assert found[0] == found[1] != found[-1] and "return self.lin(sine(x)) + 1" in found[-1]
+    assert "nn/modules/linear.py" in "".join(found)
+    frames = re.findall(r'File "(.*)", line \d+, in (.*)', "".join(found))
+    assert {file for file, _ in frames} == {__file__, torch.nn.modules.linear.__file__}
+    assert "test_nodes_name_the_lines_that_dynamo_names" not in {name for _, name in frames}
+    graphs: list[torch.fx.GraphModule] = []
+    torch.compile(fns[kind], backend=lambda gm, _: graphs.append(gm) or gm)(torch.ones(3))
+    theirs = [n.meta["stack_trace"] for n in graphs[0].graph.nodes if n.op == "call_function"]
+    ends = [re.findall(r"line (\d+), in (\w+)", x)[-1] for x in (theirs[0], theirs[-1])]
+    assert ends == [re.findall(r"line (\d+), in (\w+)", x)[-1] for x in (found[0], found[-1])]
 
 
 @pytest.mark.parametrize(

@@ -83,30 +83,35 @@ def wants_values(error: Exception) -> bool:
     return told or isinstance(error, _NO_VALUES)
 
 
-class _Forwards(traceback.StackSummary):
-    """What a tracer of modules keeps of a stack. All other frames and their lines take a fifth of a
+class _Users(traceback.StackSummary):
+    """What a tracer keeps of a stack: the code that is traced, and torch's layers. torch itself
+    keeps functions that are called `forward`. All other frames and their lines take a fifth of a
     trace's time."""
 
     @classmethod
-    def extract(cls, *_: object, **__: object) -> _Forwards:
+    def extract(cls, *_: object, **__: object) -> _Users:
         frames = []
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:  # without the numbers of lines, which are slow to find
-            if frame.f_code.co_name == "forward":
+        while frame is not None and frame.f_code.co_filename != _CALLER:
+            code = frame.f_code  # the number of a line is slow to find
+            layer = code.co_name == "forward" and code.co_filename.startswith(_LAYERS)
+            if layer or not code.co_filename.startswith(_OPERATORS):
                 frames.append(frame)
             frame = frame.f_back
         return cls(
-            traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, "forward")
-            for f in reversed(frames)
+            traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, f.f_code.co_name)
+            for f in reversed(frames if frame is not None else ())
         )
 
-    def summary(self) -> _Forwards:
+    def summary(self) -> _Users:
         return self
 
 
 _ask = SymNode.bool_
 _OURS = f"{Path(errors.__file__).parent}/"
-_OPERATORS = (_OURS, f"{Path(torch.__file__).parent}/", contextlib.__file__, functools.__file__)
+_TORCH = f"{Path(torch.__file__).parent}/"
+_OPERATORS = (_OURS, _TORCH, contextlib.__file__, functools.__file__)
+_CALLER, _LAYERS = f"{_OURS}capture/flat_module.py", f"{_TORCH}nn/modules/"
 
 
 def _asked(node: SymNode) -> bool:
@@ -184,7 +189,8 @@ _CONDITIONS = {
 _CHANGES: list[tuple[Any, str, Any]] = [
     *((SymNode, name, _comparing(name, condition)) for name, condition in _CONDITIONS.items()),
     (torch.compiler, "_is_compiling_flag", True), (torch.compiler, "_is_exporting_flag", True),
-    (fx_proxy, "CapturedTraceback", _Forwards), (SymNode, "bool_", _asked),
+    (fx_proxy, "CapturedTraceback", _Users), (SymNode, "bool_", _asked),
+    (fx_proxy.TracerBase, "_filter_traceback_frames", lambda _, frames: frames),
     (ShapeEnv, "evaluate_expr", _evaluated), (FunctionalTensor, "__bool__", truth),
     (_symbolic_trace, "is_fx_tracing", lambda: False),
     (_lazy_graph_module, "_use_lazy_graph_module_flag", True),
@@ -200,5 +206,5 @@ def _set(values: Sequence[Any]) -> None:
 
 exporting = Shared(lambda: _set([new for *_, new in _CHANGES]), lambda: _set(_BEFORE))
 """Inside, torch.compiler.is_compiling() and is_exporting() are true: models ask before they look at
-values. Stacks are short, questions about sizes are noted, those of convolutions leave no guard, and
-of a graph no Python is made, which has no word for `aten.random.from`."""
+values. Stacks hold the user's code, questions about sizes are noted, those of convolutions leave no
+guard, and of a graph no Python is made, which has no word for `aten.random.from`."""

@@ -20,6 +20,7 @@ from plait.ir.verify import verify
 from plait.kernel.triton.attention import write_attention
 from plait.kernel.triton.dialects import GPUS, shared_nbytes
 from plait.runtime.cubin import Gpu
+from tests.interned import stay
 
 B, H, I, J = (symbol(name, extent=n) for name, n in zip("bhij", (2, 4, 48, 80), strict=True))
 SIZES = {"q": (2, 4, 48, 16), "k": (2, 4, 80, 16), "v": (2, 4, 80, 16), "bias": (4, 48, 80)}
@@ -130,3 +131,6 @@ def test_blocks_fit_in_what_a_multiprocessor_has(gpu: Gpu) -> None:
         least = 8 if limit <= 64 << 10 and (width, dtype) == (256, f32) else 16
         enough = stay >= (16 if gives == "result" else least) and move >= 16
         assert enough and needed <= limit, (gives, width, dtype, needed)
+
+
+nodes_stay = stay()

@@ -26,6 +26,7 @@ from plait.wrapper.python import make_python
 from plait.wrapper.text import read, text
 from plait.wrapper.verify import verify
 from tests.gpu_rows import kernel_of
+from tests.interned import stay
 
 N = symbol("n", lo=1)
 HEAD = """
@@ -189,3 +190,6 @@ def test_a_pick_that_was_measured() -> None:
     at = hints_at(kernel, tiles.length, 256)
     assert at is not None and at.hint_of == {"n": 256}
     assert hints_at(kernel, tiles.length, 1 << 30) is None  # gigabytes
+
+
+nodes_stay = stay()

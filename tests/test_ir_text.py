@@ -43,6 +43,7 @@ from plait.wrapper import show
 from plait.wrapper.text import read as read_wrapper
 from tests.fuzz_kernels import Maker
 from tests.instruction_table import EXAMPLE
+from tests.interned import stay
 from tests.models import MODELS, SOME
 from tests.test_schedule_fuzz import Fuzzer
 
@@ -411,3 +412,6 @@ def test_damaged_text_is_read_or_refused_with_a_line() -> None:
         n += refused(read_kernel, damaged(kernel_text(Maker(seed).kernel()), r))
         n += refused(read_wrapper, damaged(EXAMPLE, r))
     assert n > 160
+
+
+nodes_stay = stay()

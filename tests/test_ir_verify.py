@@ -32,6 +32,7 @@ from plait.ir.loops import (
     node,
 )
 from plait.ir.verify import verify
+from tests.interned import stay
 
 N = symbol("s0", lo=2)
 I = loop_vars("i", (N, 4))
@@ -168,3 +169,6 @@ def test_broken_programs_are_named(name: str) -> None:
     with pytest.raises(InternalError) as error:
         verify(change(program()), "some pass")
     assert "after some pass" in error.value.what and text in error.value.what
+
+
+nodes_stay = stay()

@@ -35,6 +35,7 @@ from plait.lower.product import cut_of, medium_cut
 from plait.schedule.deps import Bodies
 from plait.schedule.join_operands import join_operands
 from plait.schedule.join_readers import join_readers
+from tests.interned import stay
 
 P, B, I, J = (symbol(name, extent=n) for name, n in zip("pbij", (1, 1, 6, 128), strict=True))
 LOADED = node("load", (), Load(PRODUCT, ()), f32)
@@ -565,3 +566,6 @@ def test_programs_stay_where_there_are_more_tiles_than_multiprocessors(across: b
         assert "described" in chosen(n, k, rest)
     assert "described" not in chosen(768, 2048) and "stages=4" in chosen(768, 2048)
     assert "described" not in chosen(3072, 768) and "stages=3" in chosen(3072, 768)
+
+
+nodes_stay = stay()

@@ -921,3 +921,40 @@ def test_the_benchmark_of_tiles_sets_them(
     row_tiles_gpu.by_tile(row_tiles_gpu.plain, (64, 128, 4, 2, 4), False, "", dtype)
     made = record(row_tiles_gpu.plain, *xs, mode=mode, batch_invariant=True).kernel_source
     assert "columns=128" in made and "at_once=4" in made
+
+
+def finishes(fn: Callable[..., Any], *shapes: Sequence[int]) -> list[str]:
+    """What follows the sums of each kernel of a product."""
+    mode, xs = fakes(*shapes, dtype=torch.bfloat16)
+    made = record(fn, *xs, mode=mode, batch_invariant=True).kernel_source
+    return [text.partition("\n\n")[0] for text in made.split("def finish(")[1:]]
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_each_of_two_large_products_finishes_its_own(in_turn: bool, compile_only: None) -> None:
+    """The gate of a network is a function of one alone: its kernel is not the longer for it."""
+
+    def gated(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if in_turn:
+            return F.silu(F.linear(x, a)) * F.linear(x, b)
+        y = F.linear(x, b)
+        return F.silu(F.linear(x, a)) * y
+
+    first, second = finishes(gated, (1024, 512), (3072, 512), (3072, 512))
+    if in_turn:
+        assert "exp" in first and "given[" not in first and "outs[1]" not in first
+        assert "exp" not in second and second.count("tl.load(given") == 1
+    else:  # the other is known: one kernel does all that is left
+        assert "exp" not in first and "exp" in second and second.count("tl.load(given") == 1
+
+
+def test_what_others_read_of_a_product_stays_with_what_reads_both(compile_only: None) -> None:
+    """It is stored anyway, so that a second result would be one more."""
+
+    def kept(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate = F.linear(x, a)
+        y = F.silu(gate) * F.linear(x, b)
+        return y, gate.sum(0)
+
+    first, second = finishes(kept, (1024, 512), (3072, 512), (3072, 512))
+    assert "exp" not in first and "exp" in second and "outs[1]" not in first

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from plait.ir.calls import DeviceKernel, Operator
+from plait.ir.calls import DeviceKernel, Extern, Operator
 from plait.ir.loops import Load, Pointwise, walk
 
 PRODUCT = "product"
@@ -242,6 +242,12 @@ class Pair(DeviceKernel):
             ),
             "",
         )
+
+
+def is_large_product(op: object) -> bool:
+    """Whether an op is a product of large tiles, by a kernel of ours."""
+    how = op.kernel.how if isinstance(op, Extern) and isinstance(op.kernel, Product) else None
+    return isinstance(how, Cut) and how.is_large
 
 
 def is_of_rows(p: Product) -> bool:

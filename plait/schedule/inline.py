@@ -5,8 +5,9 @@ where recomputing is cheaper than writing the result to memory and reading it ba
 Config.max_recompute (beyond it only for loops that an operator parts), and where no reader has more
 memory to keep alive than before. A buffer that must exist anyway (output, operand of an extern) may
 still be read around, where its loop hardly does more than move data. What is stored after all, and
-ends in a cast that keeps the value, is stored before the cast. Interning makes common
-subexpressions of what meets in one body the same node.
+ends in a cast that keeps the value, is stored before the cast. What is made of a large product
+alone stays out of what also reads a later one: the kernel of each finishes its own. Interning makes
+common subexpressions of what meets in one body the same node.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from plait.ir.loops import (
     node,
     walk,
 )
+from plait.ir.product import is_large_product
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier, preserves
 from plait.schedule.cost import buffer_nbytes, evaluations, hint_numel
@@ -69,6 +71,7 @@ class _Inliner:
         self.pinned = set(program.returned)
         self.memory = memory_roots(program.ops)
         self.updated: dict[str, list[int]] = {}
+        self.products: dict[str, int] = {}  # what is made of one large product, and where that is
         self.fences = fences(program.ops)
         self.facts: dict[int, Facts] = {}  # of loops as they are given
         self.spliced: dict[str, Facts] = {}  # of loops that go into others, by what they make
@@ -90,6 +93,12 @@ class _Inliner:
                 loads.setdefault(load_of(n).buf, []).append(n)
             for name, found in loads.items():
                 self.readers.setdefault(name, []).append(_ReadingLoop(k, found))
+        if is_large_product(op):
+            self.products |= dict.fromkeys(defines(op), k)
+        elif self.products and isinstance(op, Pointwise):
+            at = {self.products.get(name, -1) for name in self.facts[k].bufs}
+            if len(at) == 1 and -1 not in at:
+                self.products[op.out] = at.pop()
         for name in defines(op):
             self.n_writers[name] = self.n_writers.get(name, 0) + 1
         for name in updates(op):
@@ -185,6 +194,8 @@ class _Inliner:
             changes = self.updated.get(self.memory.get(name, name), ())
             if any(k < u <= reader.op for u in changes):
                 return False
+        if self.products and self._is_apart(k, facts, reader):
+            return False
         spliced = self.splice.get(reader.op, {})
         every = [facts, self.facts[reader.op], *[self.spliced[name] for name in spliced]]
         if sum([f.size for f in every]) > MAX_NODES:
@@ -193,6 +204,15 @@ class _Inliner:
         if sum([len(f.bufs) for f in every]) <= most:
             return True
         return len({name for f in every for name in f.bufs} - spliced.keys()) <= most
+
+    def _is_apart(self, k: int, facts: Facts, reader: _ReadingLoop) -> bool:
+        """Whether a loop is made of a product alone, no larger than that, and its reader also of a
+        later one."""
+        whole = len(facts.bufs) == 1 and facts.bufs[0] in self.products
+        if not whole or any(r.op > k for r in self.readers[facts.bufs[0]]):
+            return False
+        later = any(self.products.get(name, 0) > k for name in self.facts[reader.op].bufs)
+        return later and self._nbytes(defines(self.ops[k])[0]) <= self._read_nbytes(facts)
 
     def _is_copy(self, loop: Pointwise, facts: Facts, reader: _ReadingLoop) -> bool:
         """Whether reading around a buffer that exists anyway is no worse than reading it."""

@@ -3,9 +3,10 @@ was computed, and the product itself never reaches memory.
 
 Comes in: loops in normal form. A product gives way to the loops only if all that read it are
 pointwise and go over its elements once, in any shape. It is computed where the first of them
-stands. On a GPU, in kernels of small tiles, loops may also mix an element with its partner in a
-pair of columns, as rotary embeddings do, and go over a part of the columns, such as queries; what
-others read is stored beside what they make then.
+stands; of two large ones that a loop reads it goes into the later. On a GPU, in kernels of small
+tiles, loops may also mix an element with its partner in a pair of columns, as rotary embeddings do,
+and go over a part of the columns, such as queries; what others read is stored beside what they make
+then.
 
 What a device's kernels can take in, says `devices.Products`: on one that stores in rows,
 loops are taken before they are inlined, and layouts that are free follow the product; on others
@@ -50,7 +51,7 @@ from plait.ir.loops import (
     with_args,
 )
 from plait.ir.ops import OPS
-from plait.ir.product import Cut, Panels, Part, Product
+from plait.ir.product import Cut, Panels, Part, Product, is_large_product
 from plait.ir.record import inline
 from plait.ir.rules import Simplifier
 from plait.schedule.deps import Bodies, Uses, extent, load_of, roots
@@ -192,7 +193,7 @@ class _Joiner:
         if any(at < first for o in call.made if o != out for at in self.uses.readers.get(o, ())):
             return []
         found: list[_Reader] = []
-        given = {*needs(call)}
+        given, large = {*needs(call)}, is_large_product(call)
         for place in places:
             loop = self.ops[place]
             if not isinstance(loop, Pointwise) or self._is_piece(loop, places):
@@ -200,6 +201,9 @@ class _Joiner:
             others = {*self.bodies.of(roots(loop)).bufs} - {out}
             late = any(self.uses.makers.get(name, [-1])[-1] >= first for name in others)
             if late or not others.isdisjoint(call.made):
+                return []
+            makers = [at for name in others for at in self.uses.makers.get(name, ())]
+            if large and any(at > k and is_large_product(self.ops[at]) for at in makers):
                 return []
             if not self.uses.may_move(others, first, place):
                 return []

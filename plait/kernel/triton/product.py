@@ -19,7 +19,7 @@ from plait.kernel.triton.dialects import DIALECTS, Dialect, shared_nbytes
 from plait.kernel.triton.formulas import operand_of, results_of
 from plait.kernel.triton.template import Writer, size_text, tuple_text
 from plait.runtime.cubin import Gpu
-from plait.schedule.deps import extent
+from plait.schedule.deps import extent, node_cost
 
 _LEAST_TILE = 16  # rows and columns that tensor cores take
 _STAGES = 5
@@ -64,8 +64,9 @@ us so, and 30 by one step at a time (H200)."""
 _MOST_WARPS = 8  # of a tile: 2048 x 768 x 3072 takes 18 us so, and 55 by 4 (H200)
 # Up to so long sums, two programs a multiprocessor are faster than one that stays: what is computed
 # behind a sum takes long beside it, and the other one sums meanwhile. 2048 x 2304 x 768 takes 17.8
-# us so, and 19.3 by programs that stay; 1024 x 5632 x 2048 takes 41.6 and 37.1 (H200).
-_BRIEF_DEPTH, _PAIRED_STAGES = 1024, 3
+# us so, and 19.3 by programs that stay; 1024 x 5632 x 2048 takes 41.6 and 37.1 (H200). Of results
+# that cost so many cycles, sums may be twice as long.
+_BRIEF_DEPTH, _PAIRED_STAGES, _LONG_RESULT = 1024, 3, 8
 _IN_TWO_STAGES, _IN_TWO_REGISTERS = 3, 128
 """Where numbers of factors are taken for two: stages, and registers of a thread, so that several
 programs share a multiprocessor: 1024 x 2048 x 5632 takes 250 us so, 324 else, and 467 by the
@@ -318,9 +319,10 @@ class _Writer(Writer):
     def _is_brief(self) -> bool:
         """Whether two programs share a multiprocessor: sums are short, and no second matrix is read
         behind them, for which registers are too few."""
-        k = self.tensors[0].shape[-1]
+        k, bodies = self.tensors[0].shape[-1], [r.body for r in self.product.results]
         vectors = all(sum(s != 0 for s in x.strides) < 2 for x in self.tensors[2:])
-        return isinstance(k, int) and k <= _BRIEF_DEPTH and vectors
+        long = sum(map(node_cost, walk(bodies))) >= _LONG_RESULT
+        return isinstance(k, int) and k <= _BRIEF_DEPTH * (1 + long) and vectors
 
     def _is_described(self) -> bool:
         """Whether programs can load the factors by descriptors. Tensor cores take rows of the right

@@ -63,6 +63,14 @@ def test_modules_lines_and_kernels_of_a_call(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found.to_json()))["steps"][0]["graph"]
 
 
+def test_layers_that_no_code_of_the_users_calls() -> None:
+    """Dynamo knows no line of them; each has its own name."""
+    block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+    found = plait.profile(block.eval(), torch.randn(32, 64), calls=1, quiet=True)
+    assert [r.what for r in found.by_line] == ["no line known"]
+    assert {"0", "2"} <= {r.what for r in found.by_module}
+
+
 def test_a_training_step_has_its_backward_pass() -> None:
     found = plait.profile(Stack().train(), torch.randn(32, 64), calls=2, quiet=True)
     graphs = {i.graph.partition("_")[0] for i, _, _ in found.steps}

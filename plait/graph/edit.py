@@ -266,7 +266,8 @@ def memory_of(node: Node) -> tuple[Any, ...]:
 
 @cache
 def last_frame(stack_trace: str) -> str:
-    """'file.py:12' of the innermost frame outside of torch's layers."""
-    found = re.findall(r'File "(.*?)([^"/]*)", line (\d+)', stack_trace)
+    """'file.py:12' of the innermost frame outside of torch's layers, "" where none is known: that
+    of `plait.explain`, which calls the user's function, does not count."""
+    found = re.findall(r'File "(?!.*/plait/tools/)(.*?)([^"/]*)", line (\d+)', stack_trace)
     users = [frame for frame in found if not frame[0].endswith("/torch/nn/modules/")]
     return ":".join((users or found)[-1][1:]) if found else ""

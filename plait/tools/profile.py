@@ -48,6 +48,7 @@ _REGION = "Torch-Compiled Region: "
 _BACKWARD = re.compile(r"(Plait|CompiledFunction)Backward")
 _PROGRAM = re.compile(f"^{_REGION}|^{_BACKWARD.pattern}$|^CompiledFunction$")
 OUTSIDE = "outside of submodules"  # code of the module itself, or of a function
+NO_LINE = "no line known"  # as where torch's layers are called by torch alone
 LAUNCHING, AUTOGRAD, PYTHON = "launching", "autograd", "Python"
 """What a program does between its instructions, and on a GPU in them; what PyTorch's engine of
 gradients does; what is left of a call."""
@@ -107,13 +108,14 @@ class Profile:
         """By source line: a kernel's time is shared evenly by the lines that it comes from."""
         shares: list[tuple[str, float, float]] = []
         for i, us, n in self.steps:
-            places = list(dict.fromkeys(_place(o) for o in i.lines)) or ["?"]
+            places = [p for p in dict.fromkeys(map(_place, i.lines)) if p] or [NO_LINE]
             shares += ((p, us / len(places), n) for p in places)
         return _rows(shares)
 
     @property
     def by_module(self) -> list[Row]:
-        """By module; those that differ in a number alone are one: `h.*.mlp`."""
+        """By module; those that differ in a number alone are one: `h.*.mlp`. A name that is a number
+        stays."""
         return _rows((_pattern(i.module) or OUTSIDE, us, n) for i, us, n in self.steps)
 
     @property
@@ -336,12 +338,12 @@ def _lines(note: str) -> tuple[str, ...]:
 
 
 def _place(line: str) -> str:
-    """`model.py:31` of `model.py:31 aten.exp.default`."""
-    return line.rpartition(" ")[0] or line
+    """`model.py:31` of `model.py:31 aten.exp.default`, "" of an operator alone."""
+    return line.rpartition(" ")[0]
 
 
 def _pattern(module: str) -> str:
-    return re.sub(r"\b\d+\b", "*", module)
+    return module if module.isdecimal() else re.sub(r"\b\d+\b", "*", module)
 
 
 # --------------------------------------------------------------------------------------------- gaps

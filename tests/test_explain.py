@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from plait.capture.warm.frames import outcomes
 from plait.config import Config
 from plait.ir.text import read_program
 from plait.schedule.text import read_plan
+from plait.tools.profile import programs
 from plait.wrapper.instructions import Launch
 from plait.wrapper.text import read, text
 from tests import warm
@@ -125,6 +127,33 @@ def test_backward_graphs_are_explained_and_no_gradient_is_left() -> None:
     assert [g.kind for g in report.graphs] == ["forward", "backward"]
     assert x.grad is None
     assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("tool", [plait.explain, plait.profile, plait.bisect])
+def test_parameters_that_a_function_holds_have_gradients(tool: Any) -> None:
+    """In a closure, a bound method or a list; what is behind an argument stays usable."""
+    net, before = nn.Linear(8, 8), torch.ones(4, 8, requires_grad=True)
+    x, held = before.sin(), [net]
+    for fn, given in ((lambda x: net(x).sin(), x), (lambda x: held[0](x), torch.ones(4, 8))):
+        with programs() as records:
+            tool(fn, given, quiet=True)
+        assert {r.kind for r in records} == {"forward", "backward"}
+    x.sum().backward()
+    assert before.grad is not None and net.weight.grad is None
+
+
+def test_gradients_that_a_function_took_of_what_it_returns_are_not_taken_again() -> None:
+    net = nn.Linear(8, 8)
+    compiled = torch.compile(net, backend="plait", options={"warm_start": False})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = compiled(x).square().mean()
+        loss.backward()
+        return loss
+
+    step(torch.ones(4, 8))  # its backward graph is compiled before
+    for tool in (plait.explain, plait.profile):
+        tool(step, torch.ones(4, 8), quiet=True)
 
 
 def test_every_graph_between_breaks_is_shown() -> None:

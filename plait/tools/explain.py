@@ -74,7 +74,7 @@ def explain(
             # compiled already.
             result = torch.compile(fresh_caller(original), backend=backend)(*args, **kwargs)
             if not any(r.kind == "backward" for r in records):
-                run_backward(result, original, (args, kwargs))
+                run_backward(result, (args, kwargs))
     except Exception as error:
         if records:
             note = f"{type(error).__name__} after these graphs were compiled"
@@ -174,14 +174,24 @@ _ARGUMENT = re.compile(r"(?<![.\w])args\[(\d+)\]")
 _KEYWORD = re.compile(r"(?<![.\w])kwargs\['(\w+)'\]")
 
 
-def run_backward(result: Any, fn: Callable[..., Any], given: Any) -> None:
-    """Backward graphs are compiled when they are first run."""
-    outs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-    parameters = list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
-    inputs = [
-        t
-        for t in (*tree_leaves(given), *parameters)
-        if isinstance(t, torch.Tensor) and t.requires_grad
-    ]
+def run_backward(result: Any, given: Any) -> None:
+    """Backward graphs are compiled when they are first run: for the arguments that were given, and
+    for every parameter that a result comes from, whoever holds it."""
+    outs, inputs = (
+        [t for t in tree_leaves(some) if isinstance(t, torch.Tensor) and t.requires_grad]
+        for some in (result, given)
+    )
+    nodes = [o.grad_fn for o in outs]
+    seen = {None, *(t.grad_fn for t in inputs)}  # what is behind the arguments is the caller's
+    while nodes:
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            nodes += [n for n, _ in node.next_functions]
+            inputs += [node.variable] if node.name().endswith("AccumulateGrad") else []
     if outs and inputs:
-        torch.autograd.grad(outs, inputs, [torch.ones_like(o) for o in outs], allow_unused=True)
+        try:
+            ones = [torch.ones_like(o) for o in outs]
+            torch.autograd.grad(outs, inputs, ones, allow_unused=True)
+        except RuntimeError as error:
+            if "a second time" not in str(error):  # else fn itself has taken them
+                raise

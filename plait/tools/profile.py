@@ -196,7 +196,7 @@ def profile(
             compiled = record_function(_REGION)(fn)
 
         def call() -> None:
-            run_backward(compiled(*args, **kwargs), original, (args, kwargs))
+            run_backward(compiled(*args, **kwargs), (args, kwargs))
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 

@@ -186,7 +186,7 @@ def record(
         compiled = torch.compile(fresh_caller(own), backend=recorder.backend, dynamic=dynamic)
         result = compiled(*args, **kwargs)
         if not any(name.startswith("backward") for name in recorder.calls):
-            run_backward(result, own, (args, kwargs))
+            run_backward(result, (args, kwargs))
         return recording.graphs
 
 

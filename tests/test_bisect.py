@@ -31,7 +31,7 @@ from plait.schedule.limits import LIMITED
 from plait.tools.faults import bisect as bisecting
 from plait.tools.faults import trial
 from plait.tools.faults.recorded import Recording, record
-from plait.tools.faults.switches import Switch, _smallest
+from plait.tools.faults.switches import NOTHING, Switch, _smallest
 from plait.wrapper.instructions import Partition
 from tests import warm
 from tests.planted import PLANTS
@@ -338,6 +338,7 @@ def test_a_script_is_run(
         printed = capsys.readouterr().out
         assert printed.startswith("the script ended with SystemExit: 3\n")
         assert status or re.search(r"nothing found in [4-9] graphs: \d\d values", printed)
+        assert status or "the whole (a script runs once)" in printed
     assert "at train.py:9" in printed and "options={'opt_level': 1}" in printed
     for words in ([], ["x.py", "--", "y.py"]):
         with pytest.raises(SystemExit):
@@ -380,7 +381,11 @@ def test_programs_of_plait_compile_are_looked_at(
     assert status("bound") == 0 and status("frozen") == 0 and status() == 2
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(r"\d+ values", "values", line) for line in lines] == [
-        *["nothing found in 1 graphs: values compared"] * 2,
+        *[
+            "nothing found in 1 graph: values compared",
+            "not compared: results and gradients of the whole (a script runs once)",
+        ]
+        * 2,
         "plait compiled no graph; plait.explain says why",
     ]
     with plant("rule", monkeypatch):
@@ -441,8 +446,40 @@ def test_functions_of_plait_compile_are_compared_as_a_whole(
     plait.bisect(plait.compile(more, {"x": x, "y": y}), x, y=y)
     plait.bisect(fn, x, y)
     printed = capsys.readouterr().out
-    assert printed.count("nothing found in 1 graphs") == 5 and "not compared" not in printed
+    assert printed.count("nothing found in 1 graph:") == 5 and "not compared" not in printed
     assert not [*tmp_path.glob("tmp*")]
+
+
+@torch.library.custom_op("plaittest::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_processes_of_their_own_lack_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Operators of the program's, sizes of jagged tensors, a fault of this process alone."""
+    torch._dynamo.reset()
+    x = torch.randn(4, 8)
+    assert plait.bisect(lambda x: doubled(x.sin()).cos(), x) is None
+    assert "nothing found in 1 graph: 5 values compared" in capsys.readouterr().out
+    with plant("rule", monkeypatch):
+        found = plait.bisect(lambda x: torch.tanh(doubled(x.sin())), x, quiet=True)
+    assert found is not None and found.operators.endswith("aten.tanh.default")
+
+    def jagged(x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged).sin().values()
+
+    assert plait.bisect(jagged, x) is None
+    assert re.search(r"not compared: inference_\d+, which has no text", capsys.readouterr().out)
+    with PLANTS["rule"]():
+        found = plait.bisect(lambda x: torch.tanh(x), x, quiet=True)
+    assert found is not None and found.switches == (NOTHING,)
 
 
 class Block(nn.Module):

@@ -81,7 +81,7 @@ def test_what_does_not_fail_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     for fn in (program, plait.compile(program, arguments())):
         assert plait.reduce(fn, *arguments()) is None
-        assert capsys.readouterr().out == "nothing fails: 1 graphs tried\n"
+        assert capsys.readouterr().out == "nothing fails: 1 graph tried\n"
 
 
 def test_what_eager_refuses_is_no_failure() -> None:

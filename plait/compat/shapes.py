@@ -133,7 +133,16 @@ def expression(e: Any) -> Any:
         return {"rational": [int(e.p), int(e.q)]}
     if isinstance(e, sympy.Float):
         return {"real": sympy.srepr(e)[len("Float('") :].partition("'")[0], "precision": e._prec}
+    if _class(type(e).__name__) is None:
+        raise ValueError(f"the size {e}")
     return [type(e).__name__, *map(expression, e.args)]
+
+
+def _class(name: str) -> Any:
+    """The class of SymPy's or of torch's expressions of that name; None if there is none."""
+    found = (getattr(m, name, None) for m in (functions, numbers, sympy))
+    made = next((f for f in found if isinstance(f, type)), None)
+    return made if made is not None and issubclass(made, sympy.Basic) else None
 
 
 def read(e: Any, names: dict[str, sympy.Symbol]) -> Any:
@@ -152,20 +161,8 @@ def read(e: Any, names: dict[str, sympy.Symbol]) -> Any:
             return sympy.Rational(p, q)
         case {"real": str(digits), "precision": int(precision)}:
             return sympy.Float(digits, precision=precision)
-        case [str(name), *args]:
-            made = next(
-                (
-                    f
-                    for m in (functions, numbers, sympy)
-                    if isinstance(f := getattr(m, name, None), type)
-                ),
-                None,
-            )
-            if made is not None and issubclass(made, sympy.Basic):
-                as_it_was = (
-                    {"evaluate": False}
-                    if issubclass(made, sympy.core.relational.Relational)
-                    else {}
-                )
-                return made(*(read(a, names) for a in args), **as_it_was)
+        case [str(name), *args] if (made := _class(name)) is not None:
+            relation = issubclass(made, sympy.core.relational.Relational)
+            as_it_was = {"evaluate": False} if relation else {}
+            return made(*(read(a, names) for a in args), **as_it_was)
     raise ValueError(f"{e!r} is no stored expression")

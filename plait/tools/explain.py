@@ -65,9 +65,8 @@ def explain(
         return plait_backend(gm, inputs, options=options, mode=mode, recompiles=recompiles)
 
     refused = dynamo.refusals()
-    original = (
-        getattr(fn, "_orig_mod", None) or getattr(fn, "_torchdynamo_orig_callable", None) or fn
-    )
+    wrapped = (getattr(fn, name, None) for name in ("_orig_mod", "_torchdynamo_orig_callable"))
+    original = next(filter(None, wrapped), fn)
     try:
         with _listening(lambda record: records.append(_in_words_of(original, record))):
             # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is
@@ -97,15 +96,10 @@ def _shown(
 ) -> Report:
     dynamo.note_skipped()
     report = Report(
-        tuple(records),
-        tuple(breaks),
-        note,
-        tuple(given_up()),
-        tuple(dynamo.left_to_eager),
-        tuple(recompiles.found),
-        tuple(dict.fromkeys(o.line for o in outcomes)),
+        tuple(records), tuple(breaks), note, tuple(given_up()), tuple(dynamo.left_to_eager),
+        tuple(recompiles.found), tuple(dict.fromkeys(o.line for o in outcomes)),
         tuple(m.line for m in meanwhile),
-    )
+    )  # fmt: skip
     if quiet:
         return report
     if sys.stdout.isatty():
@@ -181,7 +175,7 @@ def run_backward(result: Any, given: Any) -> None:
         [t for t in tree_leaves(some) if isinstance(t, torch.Tensor) and t.requires_grad]
         for some in (result, given)
     )
-    nodes = [o.grad_fn for o in outs]
+    nodes: list[Any] = [o.grad_fn for o in outs]
     seen = {None, *(t.grad_fn for t in inputs)}  # what is behind the arguments is the caller's
     while nodes:
         if (node := nodes.pop()) not in seen:

@@ -114,8 +114,7 @@ class Profile:
 
     @property
     def by_module(self) -> list[Row]:
-        """By module; those that differ in a number alone are one: `h.*.mlp`. A name that is a number
-        stays."""
+        """By module; those that differ in a number alone are one: `h.*.mlp`, not `0` and `1`."""
         return _rows((_pattern(i.module) or OUTSIDE, us, n) for i, us, n in self.steps)
 
     @property

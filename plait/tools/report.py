@@ -171,10 +171,10 @@ class Report:
         """All graphs together, in a line."""
         aten = sum(g.aten_ops for g in self.graphs)
         return (
-            f"{_count(len(self.graphs), 'graph')}: {_count(aten, 'ATen op')} -> "
-            f"{_count(self.kernels, 'kernel')}, {_count(sum(self.extern_calls.values()), 'call')} "
+            f"{count(len(self.graphs), 'graph')}: {count(aten, 'ATen op')} -> "
+            f"{count(self.kernels, 'kernel')}, {count(sum(self.extern_calls.values()), 'call')} "
             f"of PyTorch's own operators, {sum(self.fallbacks.values())} of them for want of a "
-            f"rule; {_count(sum(self.refusals.values()), 'pair')} not fused"
+            f"rule; {count(sum(self.refusals.values()), 'pair')} not fused"
         )
 
     def _steps(self, rung: Rung) -> list[str]:
@@ -191,7 +191,7 @@ class Report:
             for pair, reason in refused_pairs(g.plan):
                 examples.setdefault(kind_of(reason), f"{pair}: {reason}")
         return [
-            f"{_count(n, 'pair')}: {kind} (such as {examples[kind]})"
+            f"{count(n, 'pair')}: {kind} (such as {examples[kind]})"
             for kind, n in self.refusals.items()
         ]
 
@@ -212,7 +212,7 @@ def _launches(g: CompileRecord) -> int:
     return sum(isinstance(i, Launch) for p in all_programs(g.wrapper) for i in p.body)
 
 
-def _count(n: int, what: str) -> str:
+def count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
@@ -248,9 +248,9 @@ def _graph_head(g: CompileRecord) -> list[str]:
     """What became of a graph: counts, time to compile, how it is called, sizes that vary,
     memory."""
     if g.target == "eager":
-        return [f"{g.name}: {_count(g.aten_ops, 'operator')}, run by eager"]
-    head = f"{g.name}: {_count(g.aten_ops, 'ATen op')} -> {_count(_launches(g), 'kernel')}, "
-    head += f"{_count(len(_externs(g)), 'extern call')}; {_total_ms(g):.0f} ms to compile"
+        return [f"{g.name}: {count(g.aten_ops, 'operator')}, run by eager"]
+    head = f"{g.name}: {count(g.aten_ops, 'ATen op')} -> {count(_launches(g), 'kernel')}, "
+    head += f"{count(len(_externs(g)), 'extern call')}; {_total_ms(g):.0f} ms to compile"
     if g.cache_hit is not None:
         head += ", kernels from the cache" if g.cache_hit else ", kernels built"
     lines = [head]
@@ -283,9 +283,9 @@ def recorded_lines(program: WrapperProgram, words: Mapping[str, str]) -> list[st
     free, fixed = fixed_inputs(program)
     direct, copied = recorded_results(program)
     lines = [
-        f"  CUDA graphs: {_count(sum(p.recorded for p in parts), 'part')} recorded; "
+        f"  CUDA graphs: {count(sum(p.recorded for p in parts), 'part')} recorded; "
         f"{_inputs(free, words)} patched if moved, {_inputs(fixed, words)} that operators see "
-        f"copied or recorded again; {_count(len(direct), 'result')} written where it belongs, "
+        f"copied or recorded again; {count(len(direct), 'result')} written where it belongs, "
         f"{len(copied)} copied inside the graph"
     ]
     return lines + [f"    at every call: {p.reason}" for p in parts if p.reason]
@@ -294,7 +294,7 @@ def recorded_lines(program: WrapperProgram, words: Mapping[str, str]) -> list[st
 def _inputs(names: Sequence[str], words: Mapping[str, str]) -> str:
     shown = [words.get(name, name) for name in names[:MAX_NAMES]]
     shown += ["..."] * (len(names) > MAX_NAMES)
-    return _count(len(names), "input") + f" ({', '.join(shown)})" * bool(names)
+    return count(len(names), "input") + f" ({', '.join(shown)})" * bool(names)
 
 
 def _dynamic(g: CompileRecord) -> list[str]:
@@ -398,7 +398,7 @@ def _memory(g: CompileRecord) -> str:
     arena, when = memory.arena_nbytes, " in the example" * bool(_dynamic(g))
     room = bytes_text(arena) if isinstance(arena, int) else f"{arena} bytes"
     placed, reused = len(memory.offsets), len(memory.in_place)
-    parts = [f"{_count(placed, 'tensor')} in an arena of {room}"] * bool(placed)
+    parts = [f"{count(placed, 'tensor')} in an arena of {room}"] * bool(placed)
     parts += [f"{reused} on the memory of another"] * bool(reused)
     for where, what in (("own", "allocated"), ("call", "allocated by calls of operators")):
         found = [x.nbytes for x in every if x.where == where and x.name not in others]

@@ -41,6 +41,7 @@ from plait.tools.faults.search import Wrong, search_graph, wrong_result
 from plait.tools.faults.switches import find_switches, first_wrong_decision
 from plait.tools.faults.trial import RIGHT, Trials
 from plait.tools.faults.whole import Call, Way, as_module, wrong_whole
+from plait.tools.report import count
 
 SECONDS = 30.0
 """For making a script short."""
@@ -143,8 +144,9 @@ class _Bisection:
         elif not graphs:
             self.tell("plait compiled no graph; plait.explain says why")
         else:
-            self.tell(f"nothing found in {self.n_graphs} graphs: {self.n_compared} values compared")
-        if found is None and self.passed_over:
+            values = count(self.n_compared, "value")
+            self.tell(f"nothing found in {count(self.n_graphs, 'graph')}: {values} compared")
+        if found is None and graphs and self.passed_over:
             self.tell(f"not compared: {', '.join(self.passed_over)}")
         return found
 
@@ -212,7 +214,7 @@ class _Bisection:
             if (module := as_module(fn.__wrapped__ if record_of(fn) else fn)) is None:
                 raise Unknown("functions and exported programs may hold what a call changes")
             if any(g.draws(cfg) for g, _ in graphs):
-                raise Unknown("they are random")
+                raise Unknown("they may be random")
             found = (_wrong_whole(module, call, cfg, way) for way in ways)
             return next(filter(None, found), None)
         except Unknown as why:
@@ -331,6 +333,7 @@ def main(arguments: Sequence[str]) -> None:
     given, script, by = read_arguments(parser, arguments)
     with _bisecting(print) as b:
         if script:
+            b.passed_over.append("results and gradients of the whole (a script runs once)")
             found = b.first(run_script(script, by))
         else:
             fn, args = load_script(given.file)

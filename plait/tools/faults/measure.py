@@ -46,11 +46,8 @@ def further(
     dg, de = (g.double() - t.double()).abs(), (e.double() - t.double()).abs()
     # Where bfloat16 rounding or a comparison amplified a last bit, eager itself is as far off
     # elsewhere.
-    slack = (
-        least
-        + (TOLERANCE + UNIT.get(e.dtype, 0.0)) * t.double().abs()
-        + 4 * float(de[de.isfinite()].max() if de.isfinite().any() else 0)
-    )
+    eagers = float(de[de.isfinite()].max() if de.isfinite().any() else 0)
+    slack = least + (TOLERANCE + UNIT.get(e.dtype, 0.0)) * t.double().abs() + 4 * eagers
     if moved is not None:
         by = (moved.double() - t.double()).abs()
         if e.is_floating_point():

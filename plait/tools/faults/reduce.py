@@ -28,6 +28,7 @@ from plait.tools.faults.recorded import Graphs, Recording, record, told
 from plait.tools.faults.script import load_script, of_script, read_arguments, run_script
 from plait.tools.faults.shrink import candidates, smallest
 from plait.tools.faults.trial import RIGHT, Trials
+from plait.tools.report import count
 
 Tell = Callable[[str], object]
 Failing = Callable[[Callable[..., Any], tuple[Any, ...]], bool]
@@ -156,7 +157,7 @@ def _reduced(
                 tell(f"\n{small.script}")
                 return Reduced(small.outcome, small.piece.n_calls, small.script)
     why = f", no script holds {', '.join(untold)}" if untold else ""
-    tell(f"nothing fails: {len(graphs)} graphs tried{why}")
+    tell(f"nothing fails: {count(len(graphs), 'graph')} tried{why}")
     return None
 
 

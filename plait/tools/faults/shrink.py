@@ -101,11 +101,8 @@ def _without_calls(p: Piece) -> Iterator[Piece]:
             continue
         for x in n.all_input_nodes:
             like = _value(p, x)
-            same = isinstance(like, Tensor) and (like.shape, like.dtype) == (
-                value.shape,
-                value.dtype,
-            )
-            if same:
+            same = isinstance(like, Tensor) and like.shape == value.shape
+            if same and like.dtype == value.dtype:
                 yield _replaced(p, n, x)
         if n not in p.outputs:
             yield cut_out(p.module, {**_held(p), n: value}, p.outputs)

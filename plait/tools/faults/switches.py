@@ -41,9 +41,14 @@ def without(cfg: Config, switches: Sequence[Switch]) -> Config:
     return replace(cfg, **changes, without=",".join(dict.fromkeys(names)))
 
 
+NOTHING = "nothing, where it is tried once more (in another process, but for a whole module)"
+
+
 def find_switches(cfg: Config, is_right: Callable[[Config], bool]) -> tuple[str, ...]:
     """The smallest set without which a program is right: of passes, else of passes and options,
-    else kernels; () if it never is."""
+    else kernels; () if it never is. It may be right as it is, where it is tried again."""
+    if is_right(cfg):
+        return (NOTHING,)
     passes = [Switch(name, {}) for name in LEAVABLE]
     other = "native" if cfg.wrapper == "python" else "python"
     target = Switch(f"the wrapper {cfg.wrapper}", {"wrapper": other})

@@ -4,6 +4,7 @@ what is wrong there and in no kernel comes from how graphs were made and put tog
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -108,7 +109,7 @@ def wrong_whole(
             if name in known and (found := worst_of(name, x, values)):
                 return name, found
     except (RuntimeError, KeyError) as error:
-        raise Unknown(str(error).partition("\n")[0]) from error
+        raise Unknown(re.split(r"\n| and mode ", str(error))[0]) from error
     return None
 
 

@@ -27,6 +27,7 @@ from types import FrameType
 from plait.errors import UserError, raised_at, warn_once
 from plait.tools.page.collect import Collector, Event, assemble, told
 from plait.tools.page.render import page
+from plait.tools.report import count
 
 
 @contextmanager
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.page.write_text(page(data), encoding="utf-8")
     if given.json:
         given.json.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    print(f"plait: {given.page} tells of {len(data['graphs'])} graphs", file=sys.stderr)
+    print(f"plait: {given.page} tells of {count(len(data['graphs']), 'graph')}", file=sys.stderr)
     if status < 0:
         with suppress(OSError):  # SIGKILL has nothing but its default
             signal.signal(-status, signal.SIG_DFL)

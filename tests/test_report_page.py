@@ -479,6 +479,12 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     assert "No such file" in command("--", "./no-such-command", cwd=tmp_path).stderr
 
 
+def test_a_command_that_compiles_nothing_is_told_so(tmp_path: Path) -> None:
+    assert "tells of 0 graphs" in command("--", "true", cwd=tmp_path).stderr
+    text = (tmp_path / "report.html").read_text()
+    assert "Nothing was compiled by plait" in text and "no graph breaks" not in text
+
+
 def test_a_block_is_reported_on_however_it_ends(tmp_path: Path) -> None:
     torch._dynamo.reset()
 

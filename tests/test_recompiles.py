@@ -117,6 +117,23 @@ def test_state_around_a_call() -> None:
     assert "autocast" in second.line and "enter it inside the function" in second.line
 
 
+def test_functions_that_dynamo_names_are_told_in_words() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    call, recompiles = compiled(f)
+    for n in (4, 5):
+        call(ones(n))
+    line = f.__code__.co_firstlineno + 2
+    assert f".f (after its break in line {line}) (test_rec" in recompiles.found[-1].function
+    call, recompiles = compiled(nn.Sequential(nn.ReLU()))
+    for n in (4, 5):
+        call(ones(n))
+    assert recompiles.found[0].function.startswith("a module of torch's own (")
+
+
 def test_lines_of_the_user() -> None:
     def halved(x: torch.Tensor) -> torch.Tensor:
         return x[:2] if x.shape[0] % 2 == 0 else x  # asks

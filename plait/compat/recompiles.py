@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 
 from torch._dynamo.utils import get_metrics_context, guard_failures
 from torch._guards import CompileContext
@@ -51,12 +52,20 @@ def failures() -> Failures | None:
     first = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")
     for code, texts in guard_failures.items():
         if texts[-1].startswith(f"{frame}/"):
-            name = f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+            name = f"{_in_words(code)} ({Path(code.co_filename).name}:{code.co_firstlineno})"
             begun = [k for k, text in enumerate(texts) if text == first]
             if begun or first is None:  # else the list is of calls before
                 return _failures(name, int(number), texts[begun[-1] if begun else -1 :])
     # Of a graph that was dropped, since an object of it is gone, there is no more than this.
     return _failures("a function", int(number), [first]) if isinstance(first, str) else None
+
+
+def _in_words(code: CodeType) -> str:
+    """The name of a function; what it is where Dynamo gave it one."""
+    if code.co_filename.endswith("/torch/_dynamo/external_utils.py"):
+        return "a module of torch's own"
+    rest = r"torch_dynamo_resume_in_(\w+?)_at_(\d+)"
+    return re.sub(rest, r"\1 (after its break in line \2)", code.co_qualname)
 
 
 def _failures(function: str, number: int, texts: Sequence[str]) -> Failures:

@@ -6,7 +6,6 @@ there is, where, why it costs, what would avoid it, and the step it is about (gr
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,8 +32,7 @@ def findings(report: Data) -> list[Data]:
         places = [g["where"] for g in r["guards"] if g["where"]]
         what = ", ".join(dict.fromkeys(g["text"] for g in r["guards"]))
         advice = "; ".join(dict.fromkeys(g["advice"] for g in r["guards"] if g["advice"]))
-        nth, function = _nth(r["number"]), _function(r["function"])
-        why = f"{function} was compiled for the {nth} time, since a call failed this"
+        why = f"{r['function']} was compiled for the {_nth(r['number'])} time: a call failed this"
         found.append(_finding("recompile", what, ", ".join(dict.fromkeys(places)), why, advice))
     for what in report["left_to_eager"]:
         why = "Dynamo compiles it no more: Python runs it, and compiles only what it calls"
@@ -118,13 +116,6 @@ def _finding(
         "kind": kind, "what": what, "where": where, "why": why, "advice": advice,
         "graph": graph, "step": step,
     }  # fmt: skip
-
-
-def _function(name: str) -> str:
-    """What Dynamo calls the rest of a function after a break, in words."""
-    return re.sub(
-        r"torch_dynamo_resume_in_(\w+?)_at_(\d+)", r"\1 (after its break in line \2)", name
-    )
 
 
 def _nth(n: int) -> str:

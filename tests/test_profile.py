@@ -71,6 +71,19 @@ def test_layers_that_no_code_of_the_users_calls() -> None:
     assert {"0", "2"} <= {r.what for r in found.by_module}
 
 
+def test_the_first_call_that_is_profiled_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new process it takes a millisecond, whatever is called."""
+    made: list[Any] = []
+
+    def profiles(**how: Any) -> Any:
+        made.append(torch.profiler.profile(**how))
+        return made[-1]
+
+    monkeypatch.setattr("plait.tools.profile.torch_profile", profiles)
+    plait.profile(nn.Linear(4, 4), torch.ones(2, 4), calls=2, quiet=True)
+    assert [sum(e.name == "plait: a call" for e in p.events()) for p in made] == [1, 2]
+
+
 def test_a_training_step_has_its_backward_pass() -> None:
     found = plait.profile(Stack().train(), torch.randn(32, 64), calls=2, quiet=True)
     graphs = {i.graph.partition("_")[0] for i, _, _ in found.steps}

@@ -19,6 +19,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from plait.capture import dynamo
@@ -73,7 +74,7 @@ def explain(
             # compiled already.
             result = torch.compile(fresh_caller(original), backend=backend)(*args, **kwargs)
             if not any(r.kind == "backward" for r in records):
-                run_backward(result, (args, kwargs))
+                run_backward(result, leaves_of(result, (args, kwargs)))
     except Exception as error:
         if records:
             note = f"{type(error).__name__} after these graphs were compiled"
@@ -168,24 +169,30 @@ _ARGUMENT = re.compile(r"(?<![.\w])args\[(\d+)\]")
 _KEYWORD = re.compile(r"(?<![.\w])kwargs\['(\w+)'\]")
 
 
-def run_backward(result: Any, given: Any) -> None:
-    """Backward graphs are compiled when they are first run: for the arguments that were given, and
-    for every parameter that a result comes from, whoever holds it."""
-    outs, inputs = (
-        [t for t in tree_leaves(some) if isinstance(t, torch.Tensor) and t.requires_grad]
-        for some in (result, given)
-    )
-    nodes: list[Any] = [o.grad_fn for o in outs]
-    seen = {None, *(t.grad_fn for t in inputs)}  # what is behind the arguments is the caller's
-    while nodes:
-        if (node := nodes.pop()) not in seen:
-            seen.add(node)
-            nodes += [n for n, _ in node.next_functions]
-            inputs += [node.variable] if node.name().endswith("AccumulateGrad") else []
-    if outs and inputs:
+def run_backward(result: Any, inputs: Sequence[Tensor]) -> None:
+    """Backward graphs are compiled when they are first run. inputs: `leaves_of` such a result."""
+    if outs := _trained(result) if inputs else []:
         try:
             ones = [torch.ones_like(o) for o in outs]
             torch.autograd.grad(outs, inputs, ones, allow_unused=True)
         except RuntimeError as error:
-            if "a second time" not in str(error):  # else fn itself has taken them
+            if "a second time" not in str(error):  # else who made the result has taken them
                 raise
+
+
+def leaves_of(result: Any, given: Any) -> list[Tensor]:
+    """What gradients of a result are taken for: the arguments that were given, and every parameter
+    that it comes from, whoever holds it."""
+    found = _trained(given)
+    nodes: list[Any] = [o.grad_fn for o in _trained(result)]
+    seen = {None, *(t.grad_fn for t in found)}  # what is behind the arguments is the caller's
+    while nodes:
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            nodes += [n for n, _ in node.next_functions]
+            found += [node.variable] if node.name().endswith("AccumulateGrad") else []
+    return found
+
+
+def _trained(values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad]

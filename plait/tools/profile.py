@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.errors import UserError
 from plait.ir.calls import all_programs
-from plait.tools.explain import fresh_caller, run_backward
+from plait.tools.explain import fresh_caller, leaves_of, run_backward
 from plait.wrapper.instructions import CallExtern, Launch, Note, Partition
 from plait.wrapper.program import CompileRecord, observers_of_process
 
@@ -178,38 +177,40 @@ def profile(
     check_callable(fn, "plait.profile")
     record = record_of(fn)
     if cfg.cuda_graphs or record and any(isinstance(i, Partition) for i in record.wrapper.body):
-        raise UserError(
-            "plait.profile of CUDA graphs, which run without a word to a profiler",
-            hint="profile without the mode; torch.profiler shows their kernels by name",
-        )
+        why = "plait.profile of CUDA graphs, which run without a word to a profiler"
+        hint = "profile without the mode; torch.profiler shows their kernels by name"
+        raise UserError(why, hint=hint)
     if type(calls) is not int or calls < 1:
         raise UserError(f"plait.profile of {calls!r} calls", hint="calls=5")
-    original = getattr(fn, "_orig_mod", fn)
     with programs() as records:
         # A back end of its own, so that nothing starts warm: programs that an earlier process made
         # tell nobody of themselves.
         backend = partial(plait_backend, options=options, mode=mode, recompiles=Recompiles())
-        compiled = torch.compile(fresh_caller(original), backend=backend)
+        compiled = torch.compile(fresh_caller(getattr(fn, "_orig_mod", fn)), backend=backend)
         if record is not None:
             records.append(record)
             compiled = record_function(_REGION)(fn)
 
+        leaves: list[torch.Tensor] = []
+
         def call() -> None:
-            run_backward(compiled(*args, **kwargs), (args, kwargs))
+            result = compiled(*args, **kwargs)
+            leaves[:] = leaves or leaves_of(result, (args, kwargs))
+            run_backward(result, leaves)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
-        for _ in range(3):
+        for _ in range(2):
             call()
-        kinds = [ProfilerActivity.CPU]
-        kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        with torch_profile(activities=kinds, acc_events=True) as taken:
-            for _ in range(calls):
-                with record_function(_CALL):
-                    call()
+        kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
+        for times in (1, calls):  # the first call that a process profiles is slow
+            with torch_profile(activities=kinds, acc_events=True) as taken:
+                for _ in range(times):
+                    with record_function(_CALL):
+                        call()
     found = profile_of(taken, records, calls)
     if not quiet:
-        print(found.text, file=sys.stdout)
+        print(found.text)
     return found
 
 
@@ -238,8 +239,7 @@ def profile_of(taken: Any, records: Sequence[CompileRecord], calls: int) -> Prof
     took: dict[Instruction, list[float]] = defaultdict(list)
     order: dict[tuple[int, int], Instruction] = {}
     for e, (place, instruction) in named.items():
-        us = e.device_time_total if on_gpu else e.time_range.elapsed_us()
-        took[instruction].append(us)
+        took[instruction].append(e.device_time_total if on_gpu else e.time_range.elapsed_us())
         order.setdefault(place, instruction)
     steps = tuple(
         (i, sum(took[i]) / calls, len(took[i]) / calls)
@@ -376,8 +376,7 @@ def _gaps(
             end(ranges)
     busy = sum(map(sum, sums.values())) / calls
     rows = [Row(k, sum(v) / calls, len(v) / calls) for k, v in sums.items() if k]
-    if wall > busy:
-        rows.append(Row(PYTHON, wall - busy, 1))
+    rows += [Row(PYTHON, wall - busy, 1)] if wall > busy else []
     return tuple(sorted(rows, key=lambda r: -r.us))
 
 

@@ -32,7 +32,7 @@ from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.text import read_given
 from plait.pipelines import LEAVABLE, clean_graph
-from plait.tools.explain import fresh_caller, run_backward
+from plait.tools.explain import fresh_caller, leaves_of, run_backward
 from plait.tools.faults.evaluate import draws
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.program import Artifacts, Loaded, Program
@@ -186,7 +186,7 @@ def record(
         compiled = torch.compile(fresh_caller(own), backend=recorder.backend, dynamic=dynamic)
         result = compiled(*args, **kwargs)
         if not any(name.startswith("backward") for name in recorder.calls):
-            run_backward(result, (args, kwargs))
+            run_backward(result, leaves_of(result, (args, kwargs)))
         return recording.graphs
 
 

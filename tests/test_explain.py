@@ -131,15 +131,22 @@ def test_backward_graphs_are_explained_and_no_gradient_is_left() -> None:
 
 @pytest.mark.parametrize("tool", [plait.explain, plait.profile, plait.bisect])
 def test_parameters_that_a_function_holds_have_gradients(tool: Any) -> None:
-    """In a closure, a bound method or a list; what is behind an argument stays usable."""
+    """In a closure or a list. The graph behind what was computed before stays usable."""
     net, before = nn.Linear(8, 8), torch.ones(4, 8, requires_grad=True)
     x, held = before.sin(), [net]
-    for fn, given in ((lambda x: net(x).sin(), x), (lambda x: held[0](x), torch.ones(4, 8))):
+    other = torch.ones(4, 8)
+    behind = before.exp()
+    for fn, given in (
+        (lambda x: net(x).sin(), x),
+        (lambda x: held[0](x), other),
+        (lambda x: x * behind, other),
+    ):
         with programs() as records:
             tool(fn, given, quiet=True)
         assert {r.kind for r in records} == {"forward", "backward"}
-    x.sum().backward()
-    assert before.grad is not None and net.weight.grad is None
+    (x + behind).sum().backward()
+    torch.testing.assert_close(before.grad, before.cos() + before.exp())
+    assert net.weight.grad is None
 
 
 def test_gradients_that_a_function_took_of_what_it_returns_are_not_taken_again() -> None:

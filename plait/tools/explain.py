@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from plait.capture import dynamo
@@ -68,13 +69,14 @@ def explain(
     refused = dynamo.refusals()
     wrapped = (getattr(fn, name, None) for name in ("_orig_mod", "_torchdynamo_orig_callable"))
     original = next(filter(None, wrapped), fn)
+    since = now()
     try:
         with _listening(lambda record: records.append(_in_words_of(original, record))):
             # A backend of its own, on code of its own: Dynamo neither reuses nor replaces what is
             # compiled already.
             result = torch.compile(fresh_caller(original), backend=backend)(*args, **kwargs)
             if not any(r.kind == "backward" for r in records):
-                run_backward(result, leaves_of(result, (args, kwargs)))
+                run_backward(result, edges_of(result, since))
     except Exception as error:
         if records:
             note = f"{type(error).__name__} after these graphs were compiled"
@@ -88,13 +90,9 @@ def explain(
 
 
 def _shown(
-    records: Sequence[CompileRecord],
-    breaks: Sequence[Break],
-    recompiles: Recompiles,
-    note: str,
-    details: bool,
-    quiet: bool,
-) -> Report:
+    records: Sequence[CompileRecord], breaks: Sequence[Break], recompiles: Recompiles, note: str,
+    details: bool, quiet: bool,
+) -> Report:  # fmt: skip
     dynamo.note_skipped()
     report = Report(
         tuple(records), tuple(breaks), note, tuple(given_up()), tuple(dynamo.left_to_eager),
@@ -159,9 +157,8 @@ def _in_words_of(fn: Callable[..., Any], record: CompileRecord) -> CompileRecord
             names = [pattern.sub(word, name) for name in names]
         return tuple(names)
 
-    return replace(
-        record, input_names=renamed(record.input_names), result_names=renamed(record.result_names)
-    )
+    inputs, results = renamed(record.input_names), renamed(record.result_names)
+    return replace(record, input_names=inputs, result_names=results)
 
 
 _CELL = re.compile(r"\bself(?:\.func)?\.__closure__\[(\d+)\]\.cell_contents")
@@ -169,29 +166,30 @@ _ARGUMENT = re.compile(r"(?<![.\w])args\[(\d+)\]")
 _KEYWORD = re.compile(r"(?<![.\w])kwargs\['(\w+)'\]")
 
 
-def run_backward(result: Any, inputs: Sequence[Tensor]) -> None:
-    """Backward graphs are compiled when they are first run. inputs: `leaves_of` such a result."""
-    if outs := _trained(result) if inputs else []:
+def run_backward(result: Any, to: Sequence[GradientEdge]) -> None:
+    """Backward graphs are compiled when they are first run. to: `edges_of` such a result."""
+    if outs := _trained(result) if to else []:
         try:
             ones = [torch.ones_like(o) for o in outs]
-            torch.autograd.grad(outs, inputs, ones, allow_unused=True)
+            torch.autograd.grad(outs, to, ones, allow_unused=True)
         except RuntimeError as error:
             if "a second time" not in str(error):  # else who made the result has taken them
                 raise
 
 
-def leaves_of(result: Any, given: Any) -> list[Tensor]:
-    """What gradients of a result are taken for: the arguments that were given, and every parameter
-    that it comes from, whoever holds it."""
-    found = _trained(given)
-    nodes: list[Any] = [o.grad_fn for o in _trained(result)]
-    seen = {None, *(t.grad_fn for t in found)}  # what is behind the arguments is the caller's
-    while nodes:
-        if (node := nodes.pop()) not in seen:
-            seen.add(node)
-            nodes += [n for n, _ in node.next_functions]
-            found += [node.variable] if node.name().endswith("AccumulateGrad") else []
-    return found
+now: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+def edges_of(result: Any, since: int) -> list[GradientEdge]:
+    """Where gradients of a result go: to parameters, whoever holds them, and to what was computed
+    before it (since: `now()` then), whose own graph is not touched."""
+    edges: list[Any] = [(o.grad_fn, o.output_nr) for o in _trained(result)]
+    seen: dict[Any, bool] = {}
+    for edge in edges:  # which grow
+        if edge not in seen and (node := edge[0]) is not None:
+            seen[edge] = node.name().endswith("AccumulateGrad") or node._sequence_nr() < since
+            edges += [] if seen[edge] else node.next_functions
+    return [GradientEdge(*edge) for edge, ends in seen.items() if ends]
 
 
 def _trained(values: Any) -> list[Tensor]:

@@ -34,7 +34,7 @@ from plait.capture.sources import check_callable
 from plait.config import Config
 from plait.errors import UserError
 from plait.ir.calls import all_programs
-from plait.tools.explain import fresh_caller, leaves_of, run_backward
+from plait.tools.explain import edges_of, fresh_caller, now, run_backward
 from plait.wrapper.instructions import CallExtern, Launch, Note, Partition
 from plait.wrapper.program import CompileRecord, observers_of_process
 
@@ -191,12 +191,13 @@ def profile(
             records.append(record)
             compiled = record_function(_REGION)(fn)
 
-        leaves: list[torch.Tensor] = []
+        edges: list[Any] = []
 
         def call() -> None:
+            since = now()
             result = compiled(*args, **kwargs)
-            leaves[:] = leaves or leaves_of(result, (args, kwargs))
-            run_backward(result, leaves)
+            edges[:] = edges or edges_of(result, since)
+            run_backward(result, edges)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 

@@ -32,7 +32,7 @@ from plait.config import Config
 from plait.graph.captured import Captured
 from plait.graph.text import read_given
 from plait.pipelines import LEAVABLE, clean_graph
-from plait.tools.explain import fresh_caller, leaves_of, run_backward
+from plait.tools.explain import edges_of, fresh_caller, now, run_backward
 from plait.tools.faults.evaluate import draws
 from plait.wrapper.instructions import WrapperProgram
 from plait.wrapper.program import Artifacts, Loaded, Program
@@ -184,9 +184,10 @@ def record(
             return recording.graphs
         recorder = recording.recorder(Config.from_env())
         compiled = torch.compile(fresh_caller(own), backend=recorder.backend, dynamic=dynamic)
+        since = now()
         result = compiled(*args, **kwargs)
         if not any(name.startswith("backward") for name in recorder.calls):
-            run_backward(result, leaves_of(result, (args, kwargs)))
+            run_backward(result, edges_of(result, since))
         return recording.graphs
 
 

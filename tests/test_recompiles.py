@@ -257,3 +257,24 @@ def test_what_is_told_twice_is_one_line() -> None:
         run(ones(4)), run(ones(4, 2))
     lines = plait.explain(again, ones(4), quiet=True).recompiles
     assert len([line for line in lines if "again (test_recompiles.py" in line]) == 1
+
+
+@pytest.mark.parametrize("other", [None, "eager"])
+def test_the_first_compile_made_no_graph(other: str | None) -> None:
+    """It ended at a break before any operator. What another back end did so is none of ours."""
+
+    def fn(x: torch.Tensor, train: bool) -> torch.Tensor:
+        if train:
+            torch._dynamo.graph_break()
+        return x.sin() + 1
+
+    if other is not None:
+        torch.compile(fn, backend=other)(one, True)
+    ours = torch.compile(fn, backend="plait")
+    of_process.found.clear()
+    of_process.compiles.clear()  # a reset begins to count again
+    if other is None:
+        ours(one, True)
+    ours(one, False)
+    told = [(r.number, [g.text for g in r.guards]) for r in of_process.found]
+    assert told == ([] if other else [(2, ["train == True"])])

@@ -187,7 +187,7 @@ def test_the_compiler_is_small() -> None:
     # one operator, 980 the user's Triton kernels, 260 several ranks, 140 recurrent layers that are
     # called whole, 1,210 attention on GPUs, 60 jagged tensors, 160 regions whose calls cost little,
     # 50 gradients of loops, 210 looking where arguments lie, 1,740 weights as constants and what
-    # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 1,010
+    # follows products as part of their kernels on CPUs, 420 several forms of one kernel, 1,030
     # products on GPUs, 410 factors of 8 and 4 bits,
     # 130 sorting a few numbers on GPUs, 190 images read at positions that a tensor holds, 40
     # where operands of products lie, 60 results of norms that backward passes make again,
@@ -201,12 +201,12 @@ def test_the_compiler_is_small() -> None:
     # convolutions, of which no guard is left, 560 caches that processes and machines share,
     # 160 what recompiles are told by, 1,690 starts without a trace, 50 what is compared with what
     # is made of it, 90 kernels that are told their places, 250 what equal blocks share, 220 costs
-    # of first calls, 290 calls that do not wait for kernels, 1,390 reports, 1,405 what finds wrong
+    # of first calls, 290 calls that do not wait for kernels, 1,410 reports, 1,405 what finds wrong
     # numbers, 325 where time goes, 400 what a machine lacks, 360 eager's bits, 1,030
     # rows that keep their bits, 120 sizes that a trace leaves out, 100 choices that go by sizes,
     # 120 objects among arguments and results, 40 shapes that torch does not know, 50 conditions
     # that are asked for to raise.
-    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_760
+    assert sum(code_lines(p.read_text(), p.suffix == ".py") for p in compiler) <= 69_800
 
 
 def imports(path: Path, package: str) -> set[str]:

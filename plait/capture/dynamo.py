@@ -139,6 +139,11 @@ class Break:
         """Place and cause."""
         return f"{self.where}: {self.cause}" if self.where else self.cause
 
+    @property
+    def told(self) -> str:
+        """The same with the first hint."""
+        return "; ".join((self.line, *(h.partition(": ")[2] for h in self.hints[:1])))
+
 
 def note_breaks() -> None:
     """Keeps those of Dynamo's own list, which a reset empties, in words: it counts causes by

@@ -117,7 +117,7 @@ class Report:
             ("graphs that eager runs", self._steps("eager")),
             ("sizes taken for numbers: others compile anew", self._steps("specialise")),
             ("operators written out as others", self._steps("operators")),
-            ("graph breaks", self.breaks),
+            ("graph breaks", [*dict.fromkeys(b.told for b in self.broken)]),
             ("compiled again in this process", self.recompiles[-MANY:]),
             ("warm starts of this process", self.starts[-MANY:]),
             ("run by eager while kernels were built", self.meanwhile[-MANY:]),

@@ -249,6 +249,16 @@ def test_environment_variables_exist() -> None:
     assert mentioned <= known and {"PLAIT_DEBUG", "PLAIT_CACHE_DIR", "PLAIT_CXX"} <= mentioned
 
 
+def test_lines_end_at_100_columns() -> None:
+    """But for tables, images, links and what programs say."""
+    long = []
+    for page in PAGES:
+        text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        lines = [line for line in text.splitlines() if not line.startswith(("|", "!", "["))]
+        long += [(page.name, line) for line in lines if len(line) > 100]
+    assert not long
+
+
 def test_files_exist() -> None:
     rooms = "plait|native|triton_launch|docs|tests|benchmarks|examples"
     paths = [(page, w) for page, w in WORDS if re.fullmatch(rf"(?:{rooms})/[\w./-]*", w)]

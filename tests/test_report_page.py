@@ -192,6 +192,21 @@ def test_inputs_and_results_have_the_users_names() -> None:
 MINE = torch.ones(8)
 
 
+def test_arguments_behind_a_decorator_have_their_names(tmp_path: Path) -> None:
+    """As of transformers' `forward`, which hand keywords on."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    def inner(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return x[ids]
+
+    with plait.report(tmp_path / "r.html"):
+        torch.compile(wrapped, backend="plait")(torch.ones(3), ids=torch.tensor([1]))
+    (graph,) = data_in(tmp_path / "r.html")["graphs"]
+    assert {i["is"] for i in graph["inputs"]} == {"args[0]", "ids"}
+
+
 def test_what_a_kernel_does_to_memory() -> None:
     made: list[Any] = []
 

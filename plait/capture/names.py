@@ -49,4 +49,4 @@ def _shown(source: str) -> str:
     text = text.removeprefix(".")
     text = re.sub(r"^.*\.__globals__", "G", text)
     text = re.sub(r"\bG\['__import_\w+'\]\.", "", text)  # a global of another module
-    return re.sub(r"\b[LG]\['([^']+)'\]", r"\1", text)
+    return re.sub(r"\b(?:L\['kwargs'\]|[LG])\['([^']+)'\]", r"\1", text)

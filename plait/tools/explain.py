@@ -153,7 +153,7 @@ def _in_words_of(fn: Callable[..., Any], record: CompileRecord) -> CompileRecord
         return cells[int(found[1])] if int(found[1]) < len(cells) else found[0]
 
     def renamed(names: Sequence[str]) -> tuple[str, ...]:
-        for pattern, word in ((_CELL, cell), (_ARGUMENT, argument), (_KEYWORD, r"\1")):
+        for pattern, word in ((_CELL, cell), (_ARGUMENT, argument)):
             names = [pattern.sub(word, name) for name in names]
         return tuple(names)
 
@@ -163,7 +163,6 @@ def _in_words_of(fn: Callable[..., Any], record: CompileRecord) -> CompileRecord
 
 _CELL = re.compile(r"\bself(?:\.func)?\.__closure__\[(\d+)\]\.cell_contents")
 _ARGUMENT = re.compile(r"(?<![.\w])args\[(\d+)\]")
-_KEYWORD = re.compile(r"(?<![.\w])kwargs\['(\w+)'\]")
 
 
 def run_backward(result: Any, to: Sequence[GradientEdge]) -> None:

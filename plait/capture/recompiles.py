@@ -156,11 +156,11 @@ class Recompiles:
         """Looks at the compile that is under way; what there is to tell of it, once."""
         failed = failures()
         self.compiles.add(current_compile())
-        guards = () if failed is None else failed.guards
-        if failed is not None:
-            self.compiles |= {c for c, fn in failed.without_graph.items() if self._is_of(fn)}
-        told = tuple(g for g in guards if g.graph in self.compiles)
-        if failed is None or not told:
+        if failed is None:
+            return None
+        self.compiles |= {c for c, fn in failed.without_graph.items() if self._is_of(fn)}
+        told = tuple(g for g in failed.guards if g.graph in self.compiles)
+        if not told:
             return None
         made = Recompile(failed.function, failed.number, told)
         if self.found and self.found[-1] == made:  # one compile, cut into several graphs

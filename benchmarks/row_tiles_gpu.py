@@ -133,7 +133,8 @@ def main() -> None:
                 rows, columns, *others = tile
                 how = " stays" if stays else ""
                 words.append(f"{rows}x{columns}{others}{how} {one_us(run, args):.1f}")
-            print(f"{name} {m}x{n}x{k}: {', '.join(words)}, off by {off(bits, exact):.2e}")
+            words.append(f"off by {off(bits, exact):.2e}")
+            print(f"{name} {m}x{n}x{k}: {', '.join(words)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ KERNELS = [
 """Ops that become kernels: of others the call is eager's own."""
 
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 @pytest.mark.parametrize("part", range(8))
